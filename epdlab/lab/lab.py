@@ -1,0 +1,415 @@
+"""`Lab`: the processes of one EPD deployment, and the reader's hand on every step.
+
+    with Lab(tp=2, profile="sglang-0.5.16") as lab:
+        lab.hold("transfer.write", rank=1)
+        lab.request("image.png")
+        lab.run_until("transfer.write", rank=1)
+        print(lab.state())
+        lab.run()
+
+Every method works as a plain call and, inside a coroutine, with `async with Lab(...)` and `await lab.a.step()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..control import Pattern
+from ..errors import LabError, UsageError
+from ..rules import DEFAULT_PROFILE, profile
+from ..steps import GO, Decision, Event, FaultKind, Phase, Steps, TraceFile, read_trace, step_spec
+from .controller import Controller, Waiting
+from .processes import Process
+
+T = TypeVar("T")
+
+MAX_TP = 8
+START_TIMEOUT_S = 120.0
+STEP_TIMEOUT_S = 30.0
+
+
+class LabConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One deployment.
+
+    Attributes:
+        tp: prefill ranks, each a process; encoders: encode servers, each a process.
+        model: `tiny`, a checkpoint folder, or `synthetic` (items are `bytes:N:SEED`, no model is loaded).
+        pool_bytes: landing pool per rank, registered once; 0 allocates per request.
+        nic_slices: emulate an NIC: cut writes into so many slices, each needing a live source region; 0 is off.
+        send_timeout_s: the encoder's clean-up timer; None takes the profile's.
+        master: `host:port` of a Mooncake store; the encoders cache embeddings there. None: no cache.
+    """
+
+    tp: int = 2
+    encoders: int = 1
+    profile: str = DEFAULT_PROFILE
+    model: str = "tiny"
+    device: str = "cpu"
+    protocol: str = "tcp"
+    pool_bytes: int = 0
+    nic_slices: int = 0
+    deadline_s: float = 180.0
+    quarantine_s: float = 60.0
+    send_timeout_s: float | None = None
+    strict: bool = False
+    digest: bool = True
+    reference: bool = False
+    media_root: str | None = None
+    allow_private_urls: bool = False
+    master: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tp <= MAX_TP:
+            raise UsageError(f"--tp {self.tp} is not possible: 1 to {MAX_TP} ranks, each is a process with a model")
+        if not 1 <= self.encoders <= MAX_TP:
+            raise UsageError(f"--encoders {self.encoders} is not possible: 1 to {MAX_TP} encode servers")
+        profile(self.profile)
+
+
+class Lab:
+    """A deployment that runs, and can be held at any step. Use as a context manager.
+
+    Args:
+        out: folder for the trace and the logs; a temporary one that goes with the lab if not given.
+        options: any field of `LabConfig`.
+    """
+
+    def __init__(self, *, out: Path | str | None = None, **options: Any) -> None:
+        self.config = LabConfig(**options)
+        self._temporary = None if out is not None else tempfile.TemporaryDirectory(prefix="epdlab-")
+        self.out = Path(out if out is not None else self._temporary.name)  # type: ignore[union-attr]
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.trace_path = self.out / "trace.jsonl"
+        self.trace_path.unlink(missing_ok=True)
+        self.processes: dict[str, Process] = {}
+        self.a = AsyncLab(self)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="epdlab-lab", daemon=True)
+        self._controller: Controller | None = None
+        self._requests: dict[str, Future[dict[str, Any]]] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+        self._count = 0
+
+    # ---- up and down ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Lab:
+        self._thread.start()
+        try:
+            self._wait(self._start())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Lab:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End every process and give everything back. Idempotent."""
+        if self._thread.is_alive():
+            self._wait(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _start(self) -> None:
+        self._controller = Controller()
+        self._trace = TraceFile(self.trace_path)
+        self.steps = Steps("lab", self._trace)
+        config = self.config
+        encoders = [f"enc{index}" for index in range(config.encoders)]
+        if config.reference:
+            self._spawn("reference", ["reference", *self._reference_arguments()])
+        for name in encoders:
+            self._spawn(name, ["encoder", *self._encoder_arguments()])
+        await self._ready(encoders)
+        urls = ",".join(self.controller.hellos[name]["url"] for name in encoders)
+        ranks = [f"rank{rank}" for rank in range(config.tp)]
+        for rank, name in enumerate(ranks):
+            self._spawn(name, ["prefill", "--rank", str(rank), "--encoder-urls", urls, *self._prefill_arguments()])
+        await self._ready([*ranks, *(["reference"] if config.reference else [])])
+
+    def _spawn(self, name: str, arguments: list[str]) -> None:
+        common = ["--name", name, "--control", self.controller.address, "--trace", str(self.trace_path)]
+        process = self.processes[name] = Process(name, [*arguments, *common], self.out)
+        self._watches.add(asyncio.get_running_loop().create_task(self._watch(process)))
+
+    async def _watch(self, process: Process) -> None:
+        await asyncio.to_thread(process.ended)
+        if self.processes.get(process.name) is process:
+            self.controller.lost(process.name, process.why())
+            await self.controller.notify()
+
+    async def _ready(self, names: Sequence[str]) -> None:
+        def ready() -> bool:
+            return all(name in self.controller.hellos for name in names) or any(
+                not self.processes[name].running for name in names
+            )
+
+        await self.controller.until(ready, START_TIMEOUT_S, lambda: f"not ready after {START_TIMEOUT_S:g} s: {names}")
+        for name in names:
+            if name not in self.controller.hellos:
+                raise LabError(f"{name} {self.processes[name].why()}")
+
+    async def _stop(self) -> None:
+        if self._controller is None:
+            return
+        processes, self.processes = self.processes, {}
+        for name in processes:
+            await self._controller.shut_down(name)
+        for process in processes.values():
+            process.signal(signal.SIGCONT)
+        await asyncio.gather(*(asyncio.to_thread(process.end) for process in processes.values()))
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._controller.close()
+        self._trace.close()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        *images: str,
+        videos: Sequence[str] = (),
+        prompt: str = "Describe what you see.",
+        req_id: str | None = None,
+        max_new_tokens: int = 8,
+        ranks: Sequence[int] | None = None,
+        stagger_ms: float = 0.0,
+    ) -> str:
+        """Send one request to every rank and return at once; its id. `result` waits for it."""
+        self._count += 1
+        req_id = req_id or f"req{self._count}"
+        items = [("IMAGE", ref) for ref in images] + [("VIDEO", ref) for ref in videos]
+        args = {"req_id": req_id, "items": items, "prompt": prompt, "max_new_tokens": max_new_tokens}
+        chosen = range(self.config.tp) if ranks is None else ranks
+        self._requests[req_id] = self._later(self._run_request(args, list(chosen), stagger_ms / 1e3))
+        return req_id
+
+    async def _run_request(self, args: dict[str, Any], ranks: list[int], stagger_s: float) -> dict[str, Any]:
+        async def one(place: int, rank: int) -> Any:
+            await asyncio.sleep(place * stagger_s)
+            return await self.controller.call(f"rank{rank}", "generate", **args)
+
+        answers = await asyncio.gather(*(one(*pair) for pair in enumerate(ranks)), return_exceptions=True)
+        return {f"rank{rank}": answer for rank, answer in zip(ranks, answers, strict=True)}
+
+    def result(self, req_id: str | None = None, timeout_s: float = 300.0) -> dict[str, Any]:
+        """Each rank's answer to a request (the latest by default): a dict, or the error it failed with."""
+        if not self._requests:
+            raise UsageError("no request was sent yet; call lab.request(...) first")
+        future = self._requests[req_id or next(reversed(self._requests))]
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise LabError(f"no result after {timeout_s:g} s; {self._who_waits()}") from None
+
+    def call(self, process: str, op: str, **args: Any) -> Any:
+        """Ask one process (see roles.py for the operations)."""
+        return self._wait(self.controller.call(process, op, **args))
+
+    # ---- holding and letting go ----------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        step: str = "*",
+        *,
+        phase: Phase | None = "begin",
+        process: str | None = None,
+        rank: int | None = None,
+        req: str | None = None,
+        part: int | None = None,
+    ) -> None:
+        """From now on, hold this step (any process, rank, request, part unless given)."""
+        self._add(Pattern(_known(step), phase, process, rank, req, part))
+
+    def fault(
+        self,
+        kind: FaultKind,
+        step: str,
+        *,
+        value: float | None = None,
+        times: int | None = 1,
+        process: str | None = None,
+        rank: int | None = None,
+        req: str | None = None,
+        part: int | None = None,
+    ) -> None:
+        """Make the next such step fail, wait (`value` seconds), be dropped, run twice, or kill its process."""
+        decision = Decision(kind, value)
+        self._add(Pattern(_known(step), "begin", process, rank, req, part, decision, times), first=True)
+
+    def unhold(self) -> None:
+        """Forget all holds and faults. Steps that wait already go on waiting."""
+        self._wait(self.controller.set_patterns([]))
+
+    def _add(self, pattern: Pattern, first: bool = False) -> None:
+        old = self.controller.patterns
+        self._wait(self.controller.set_patterns([pattern, *old] if first else [*old, pattern]))
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        """The steps that are held now, longest first."""
+        return list(self.controller.waiting)
+
+    def step(self, *, timeout_s: float = STEP_TIMEOUT_S, decision: Decision = GO, **where: Any) -> Waiting:
+        """Let the longest held step go (of `rank=`, `process=`, `step=` ... if given); which one it was.
+
+        Raises:
+            LabError: none waited within `timeout_s`; says who waits for what.
+        """
+        return self._wait(self._step(Pattern(_known(where.pop("step", "*")), None, **where), timeout_s, decision))
+
+    async def _step(self, pattern: Pattern, timeout_s: float, decision: Decision = GO) -> Waiting:
+        waiting = await self._appears(pattern, timeout_s)
+        await self.controller.release(waiting, decision)
+        return waiting
+
+    async def _appears(self, pattern: Pattern, timeout_s: float) -> Waiting:
+        def first() -> Waiting | None:
+            return next((w for w in self.controller.waiting if pattern.matches(w.point)), None)
+
+        await self.controller.until(lambda: first() is not None, timeout_s, self._nothing(pattern, timeout_s))
+        found = first()
+        assert found is not None
+        return found
+
+    def _nothing(self, pattern: Pattern, timeout_s: float) -> Any:
+        named = f"{pattern.step}" + (f" of rank {pattern.rank}" if pattern.rank is not None else "")
+        return lambda: f"no held step {named} within {timeout_s:g} s; {self._who_waits()}"
+
+    def _who_waits(self) -> str:
+        held = ", ".join(p.step for p in self.controller.patterns if p.decision is None) or "nothing"
+        who = "; ".join(map(str, self.controller.waiting)) or "nobody waits"
+        return f"{who} (held: {held})"
+
+    def run_until(self, step: str, *, timeout_s: float = STEP_TIMEOUT_S, **where: Any) -> Waiting:
+        """Let everything go until this step waits; it stays held."""
+        pattern = Pattern(_known(step), where.pop("phase", "begin"), **where)
+        return self._wait(self._run_until(pattern, timeout_s))
+
+    async def _run_until(self, pattern: Pattern, timeout_s: float) -> Waiting:
+        keep = [p for p in self.controller.patterns if p.decision is not None]
+        await self.controller.set_patterns([*keep, pattern])
+        for waiting in [w for w in self.controller.waiting if not pattern.matches(w.point)]:
+            await self.controller.release(waiting)
+        return await self._appears(pattern, timeout_s)
+
+    def run(self) -> None:
+        """Forget all holds and let everything that waits go."""
+        self._wait(self._run())
+
+    async def _run(self) -> None:
+        await self.controller.set_patterns([p for p in self.controller.patterns if p.decision is not None])
+        for waiting in list(self.controller.waiting):
+            await self.controller.release(waiting)
+
+    # ---- looking -------------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> list[Event]:
+        """The trace so far."""
+        return read_trace(self.trace_path)
+
+    def census(self) -> dict[str, dict[str, int]]:
+        """What every process still holds, by kind; also recorded in the trace."""
+        names = [name for name in self.processes if name != "reference"]
+        return {name: self.call(name, "census") for name in names if self.processes[name].running}
+
+    def kill(self, process: str) -> None:
+        """SIGKILL one process, as a crash would."""
+        self.processes[process].signal(signal.SIGKILL)
+        self.processes[process].ended()
+
+    def freeze(self, process: str) -> None:
+        """SIGSTOP one process: it holds its sockets and does nothing."""
+        self.processes[process].signal(signal.SIGSTOP)
+
+    def thaw(self, process: str) -> None:
+        self.processes[process].signal(signal.SIGCONT)
+
+    # ---- plumbing ------------------------------------------------------------------------------------------------
+
+    @property
+    def controller(self) -> Controller:
+        if self._controller is None:
+            raise LabError("the lab is not running; use `with Lab(...) as lab:`")
+        return self._controller
+
+    def _later(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if not self._thread.is_alive():
+            work.close()
+            raise LabError("the lab is not running; use `with Lab(...) as lab:`")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._later(work).result()
+
+    def _encoder_arguments(self) -> list[str]:
+        config = self.config
+        options = ["--model", config.model, *self._shared_arguments(), "--nic-slices", str(config.nic_slices)]
+        if config.send_timeout_s is not None:
+            options += ["--send-timeout", str(config.send_timeout_s)]
+        if config.media_root is not None:
+            options += ["--media-root", config.media_root]
+        if config.master is not None:
+            options += ["--store", config.master]
+        return options + (["--allow-private-urls"] if config.allow_private_urls else [])
+
+    def _reference_arguments(self) -> list[str]:
+        config = self.config
+        options = ["--model", config.model, "--device", config.device]
+        if config.media_root is not None:
+            options += ["--media-root", config.media_root]
+        return options + (["--allow-private-urls"] if config.allow_private_urls else [])
+
+    def _prefill_arguments(self) -> list[str]:
+        config = self.config
+        return [
+            *("--tp", str(config.tp), "--model", config.model, *self._shared_arguments()),
+            *("--pool-bytes", str(config.pool_bytes), "--deadline", str(config.deadline_s)),
+        ]
+
+    def _shared_arguments(self) -> list[str]:
+        config = self.config
+        options = ["--profile", config.profile, "--device", config.device, "--protocol", config.protocol]
+        options += ["--quarantine", str(config.quarantine_s)]
+        return options + (["--strict"] if config.strict else []) + ([] if config.digest else ["--no-digest"])
+
+
+class AsyncLab:
+    """The lab's methods as coroutines: `await lab.a.step()`."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._lab, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await asyncio.to_thread(method, *args, **kwargs)
+
+        return call
+
+
+def _known(step: str) -> str:
+    if step != "*":
+        step_spec(step)
+    return step

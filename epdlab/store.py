@@ -1,0 +1,437 @@
+"""The embedding cache: embeddings made once, kept in a pool of pages here and in the Mooncake Store for everybody.
+
+Follow one item: `lookup` finds it here or in the store, `fetch` brings it into the pool, `read` copies it out;
+`insert` copies a fresh one in and writes it to the store behind the request's back. Whatever fails costs a vision
+forward, never a request and never a wrong embedding: no method here raises for the store's sake. Who owns which page
+is `pages`' business, where their bytes are `page_memory`'s, what the store answers `store_client`'s. After SGLang 0.5.17 embedding_cache_controller.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import UsageError, one_line
+from .page_memory import PageMemory
+from .pages import Entry, PagePool
+from .steps import Steps
+from .store_client import Outcome, StoreClient
+from .store_object import ROW_BYTES, Item
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The cache's sizes and patience.
+
+    Attributes:
+        pool_bytes: host memory for embeddings; page_bytes: one page of it.
+        fetch_wait_s: how long a request waits for the store before it runs the vision forward instead.
+        retry_s: pause before the one retry of a put the store had no room for (it evicts in the background).
+    """
+
+    pool_bytes: int = 256 << 20
+    page_bytes: int = 256 << 10
+    fetch_wait_s: float = 2.0
+    retry_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.page_bytes <= 0 or self.page_bytes % ROW_BYTES or self.pool_bytes < self.page_bytes:
+            raise UsageError(
+                f"a pool of {self.pool_bytes} bytes in pages of {self.page_bytes} cannot be; "
+                f"pages are a multiple of {ROW_BYTES} bytes, and the pool holds at least one"
+            )
+
+
+@dataclass(slots=True)
+class Counters:
+    """What became of the items that were looked up, in items.
+
+    Attributes:
+        local_hit: read from the pool; global_hit: fetched from the store.
+        miss: in neither; fallback: seen in the store, or promised by another request, and then not had.
+        evicted: entries that left the pool for others.
+        refused: embeddings that found no room, in the pool or in the store.
+        reasons: everything that did not go well, by `call:outcome`.
+    """
+
+    local_hit: int = 0
+    global_hit: int = 0
+    miss: int = 0
+    fallback: int = 0
+    evicted: int = 0
+    refused: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def numbers(self) -> dict[str, int]:
+        """The counts without the reasons."""
+        return {name: value for name, value in asdict(self).items() if name != "reasons"}
+
+
+class Hold:
+    """What one request found: its entries, pinned until `release`, so that none is evicted before it is read.
+
+    Attributes:
+        expected: which items are here, on their way, or in the store.
+        entries: the pinned entry of each item that is here.
+    """
+
+    def __init__(self, pool: PagePool, items: Sequence[Item]) -> None:
+        self.items = list(items)
+        self.expected = [False] * len(self.items)
+        self.entries: list[Entry | None] = [None] * len(self.items)
+        self.released = False
+        self._pool = pool
+
+    def take(self, index: int, entry: Entry) -> None:
+        """Pin a READY entry for this request. Too late, it does nothing."""
+        if not self.released and self.entries[index] is None:
+            self._pool.pin(entry)
+            self.entries[index], self.expected[index] = entry, True
+
+    def release(self) -> None:
+        """Let every entry go. Idempotent."""
+        self.released = True
+        for index, entry in enumerate(self.entries):
+            if entry is not None:
+                self.entries[index] = None
+                self._pool.unpin(entry)
+
+    def __repr__(self) -> str:
+        held = sum(entry is not None for entry in self.entries)
+        return f"Hold({held} of {len(self.items)} items, {'released' if self.released else 'held'})"
+
+
+class _Fill:
+    """An entry being filled, and who waits for it. Once somebody waited in vain it is `late`: nobody else waits."""
+
+    def __init__(self, item: Item, entry: Entry) -> None:
+        self.item, self.entry = item, entry
+        self.waiting: list[tuple[Hold, int]] = []
+        self.late = False
+        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+
+class EmbeddingCache:
+    """A pool of pages in this process, in front of a store that others share.
+
+    Args:
+        steps: where its actions are recorded, held and faulted.
+        store: None keeps embeddings in this process only.
+    """
+
+    def __init__(self, steps: Steps, store: StoreClient | None, config: CacheConfig | None = None) -> None:
+        self.steps, self.store, self.config = steps, store, config or CacheConfig()
+        self.counters = Counters()
+        self.pool = PagePool(self.config.pool_bytes // self.config.page_bytes, self.config.page_bytes)
+        self.memory = PageMemory(self.pool)
+        self._fills: dict[str, _Fill] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Touch the pool's memory and register it with the store, once.
+
+        Raises:
+            StoreUnavailable: the store refused it.
+        """
+        await asyncio.to_thread(self.memory.touch)
+        if self.store is not None:
+            self.store.register(self.memory.buffer)
+
+    async def close(self) -> None:
+        """Give what is under way a moment, then leave the store. Idempotent."""
+        await self.settled(self.config.fetch_wait_s)
+        if self.store is not None:
+            await self.store.close()
+        await self.settled(self.config.fetch_wait_s)
+
+    async def settled(self, timeout_s: float | None = None) -> bool:
+        """Wait until no fetch and no write-behind is under way; False if the time is over first."""
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._tasks:
+            left = None if give_up is None else max(give_up - time.monotonic(), 0)
+            await asyncio.wait(set(self._tasks), timeout=left)
+            if left == 0:
+                return not self._tasks
+        return True
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    async def lookup(self, items: Sequence[Item]) -> Hold:
+        """Look in the pool, then ask the store for all the rest at once. What is here is pinned at once.
+
+        The caller releases the hold.
+        """
+        hold = Hold(self.pool, items)
+        try:
+            await self.steps.wait("cache.lookup", lambda: self._lookup(hold), lambda _: {"data": _found(hold)})
+        except Exception as error:
+            self._went_wrong("lookup", error)
+        self.counters.local_hit += sum(entry is not None for entry in hold.entries)
+        self.counters.miss += hold.expected.count(False)
+        return hold
+
+    async def _lookup(self, hold: Hold) -> None:
+        asked = []
+        for index, item in enumerate(hold.items):
+            entry, fill = self.pool.find(item.key), self._fills.get(item.key)
+            if fill is not None:
+                hold.expected[index] = not fill.late
+            elif entry is not None:
+                hold.take(index, entry)
+            else:
+                asked.append(index)
+        if asked and self.store is not None:
+            outcomes = await self.store.exist([hold.items[index].key for index in asked])
+            self._count("exist", [outcome for outcome in outcomes if outcome is not Outcome.MISSING])
+            for index, outcome in zip(asked, outcomes, strict=True):
+                hold.expected[index] = outcome is Outcome.OK
+
+    async def fetch(self, hold: Hold, wanted: Sequence[bool]) -> None:
+        """Bring the wanted items that are not here yet into the pool, with one get for all of them.
+
+        Returns once each is here, or cannot be had, or `fetch_wait_s` is over; `hold.entries` says which are here.
+        A get that takes longer keeps its pages until it ends.
+        """
+        indices = [index for index, want in enumerate(wanted) if want and hold.entries[index] is None]
+        try:
+            own, others = await self._begin_fetch(hold, indices)
+            await self._wait([*own, *others])
+        except Exception as error:
+            self._went_wrong("fetch", error)
+            return
+        had = {hold.items[index].key for index in indices if hold.entries[index] is not None}
+        fetched = {fill.item.key for fill in own}
+        self.counters.global_hit += len(had & fetched)
+        self.counters.local_hit += sum(hold.items[i].key in had - fetched for i in indices)
+
+    async def _wait(self, fills: list[_Fill]) -> None:
+        if fills:
+            await asyncio.wait([fill.done for fill in fills], timeout=self.config.fetch_wait_s)
+        for fill in fills:
+            fill.late = not fill.done.done()
+        self._count("get", [Outcome.TIMEOUT for fill in fills if fill.late])
+
+    async def _begin_fetch(self, hold: Hold, indices: list[int]) -> tuple[list[_Fill], list[_Fill]]:
+        """Fills of our own, under way, and those of others to wait for."""
+        own: list[_Fill] = []
+        others: list[_Fill] = []
+        try:
+            for index in indices:
+                item = hold.items[index]
+                mine = await self._claim(item)
+                fill = mine or self._fills.get(item.key)
+                entry = self.pool.find(item.key)
+                if fill is not None:
+                    fill.waiting.append((hold, index))
+                    (others if mine is None else own).append(fill)
+                elif entry is not None:
+                    hold.take(index, entry)
+        finally:
+            if own:
+                self._spawn(self._fill(own))
+        return own, others
+
+    async def _fill(self, fills: list[_Fill]) -> None:
+        """One get for fresh entries; each becomes ready only if it is whole and is what it should be."""
+        good = [False] * len(fills)
+        try:
+            assert self.store is not None
+            store, keys = self.store, [fill.item.key for fill in fills]
+            buffers = [self.memory.extents(fill.entry) for fill in fills]
+            outcomes = await self.steps.wait(
+                "cache.get",
+                lambda: store.get(keys, buffers),
+                lambda outcomes: {"data": {"outcomes": [outcome.value for outcome in outcomes]}},
+                bytes=sum(fill.item.object_bytes for fill in fills),
+                peer="store",
+                data={"keys": [_short(key) for key in keys], "from": "segment", "to": "pool"},
+            )
+            self._count("get", outcomes)
+            good = await asyncio.to_thread(self._intact, fills, outcomes)
+            await self._mend(fills, outcomes, good)
+        except Exception as error:
+            self._went_wrong("get", error)
+        for fill, whole in zip(fills, good, strict=True):
+            self._settle(fill, whole)
+            if whole:
+                self.pool.unpin(fill.entry)
+
+    def _intact(self, fills: Sequence[_Fill], outcomes: Sequence[Outcome]) -> list[bool]:
+        pairs = zip(fills, outcomes, strict=True)
+        return [outcome is Outcome.OK and self.memory.intact(fill.entry, fill.item) for fill, outcome in pairs]
+
+    async def _mend(self, fills: Sequence[_Fill], outcomes: Sequence[Outcome], good: Sequence[bool]) -> None:
+        """Remove objects that are no good for anybody, or the next insert would leave them as they are."""
+        assert self.store is not None
+        for fill, outcome, whole in zip(fills, outcomes, good, strict=True):
+            corrupt = outcome is Outcome.OK and not whole
+            if outcome in (Outcome.INVALID, Outcome.TRANSFER_FAILED):
+                corrupt = await self.store.size(fill.item.key) not in (None, fill.item.object_bytes)
+            if corrupt:
+                self.counters.reasons["object:corrupt"] += 1
+                await self.store.remove(fill.item.key, force=True)
+
+    async def read(self, hold: Hold, index: int, into: torch.Tensor) -> bool:
+        """Copy a held entry's bytes into a contiguous tensor of its size; False if that failed."""
+        entry = hold.entries[index]
+        if entry is None:
+            return False
+        try:
+            await self._copy(entry, ("pool", "embedding"), lambda: self.memory.read(entry, into))
+        except Exception as error:
+            self._went_wrong("read", error)
+            return False
+        return True
+
+    # ---- adding --------------------------------------------------------------------------------------------------
+
+    async def insert(self, fresh: Sequence[tuple[Item, torch.Tensor]]) -> None:
+        """Copy fresh embeddings (contiguous tensors) into the pool; they go to the store after this returns."""
+        await asyncio.shield(self._spawn(self._insert(fresh)))
+
+    async def _insert(self, fresh: Sequence[tuple[Item, torch.Tensor]]) -> None:
+        filled = [fill for item, rows in fresh if (fill := await self._insert_one(item, rows)) is not None]
+        if filled and self.store is not None:
+            self._spawn(self._put(filled))
+        else:
+            self._unpin(filled)
+
+    async def _insert_one(self, item: Item, rows: torch.Tensor) -> _Fill | None:
+        try:
+            fill = await self._claim(item)
+        except Exception as error:
+            self._went_wrong("insert", error)
+            return None
+        return fill if fill is not None and await self._write(fill, rows) else None
+
+    async def _write(self, fill: _Fill, rows: torch.Tensor) -> bool:
+        good = False
+        try:
+            write = functools.partial(self.memory.write, fill.entry, fill.item, rows)
+            await self._copy(fill.entry, ("embedding", "pool"), write)
+            good = True
+        except Exception as error:
+            self._went_wrong("insert", error)
+        self._settle(fill, good)
+        return good
+
+    async def _put(self, fills: list[_Fill]) -> None:
+        """Write behind: one put, and one more for what found no room at first."""
+        try:
+            full = await self._put_once(fills)
+            if full:
+                await asyncio.sleep(self.config.retry_s)
+                self.counters.refused += len(await self._put_once(full))
+        except Exception as error:
+            self._went_wrong("put", error)
+        self._unpin(fills)
+
+    async def _put_once(self, fills: list[_Fill]) -> list[_Fill]:
+        """Those the store had no room for."""
+        assert self.store is not None
+        store, keys = self.store, [fill.item.key for fill in fills]
+        buffers = [self.memory.extents(fill.entry) for fill in fills]
+        outcomes = await self.steps.wait(
+            "cache.put",
+            lambda: store.put(keys, buffers),
+            lambda outcomes: {"data": {"outcomes": [outcome.value for outcome in outcomes]}},
+            bytes=sum(fill.item.object_bytes for fill in fills),
+            peer="store",
+            data={"keys": [_short(key) for key in keys], "from": "pool", "to": "segment"},
+        )
+        self._count("put", outcomes)
+        return [fill for fill, outcome in zip(fills, outcomes, strict=True) if outcome is Outcome.NO_ROOM]
+
+    # ---- entries ------------------------------------------------------------------------------------------------
+
+    async def _claim(self, item: Item) -> _Fill | None:
+        """A fill over fresh pages, evicting if need be; None if the key has an entry by now, or nothing fits."""
+        for _ in range(self.pool.pages + 1):
+            if self.pool.find(item.key) is not None:
+                return None
+            entry = self.pool.reserve(item.key, item.nbytes)
+            if entry is not None:
+                fill = self._fills[item.key] = _Fill(item, entry)
+                return fill
+            victim = self.pool.victim(item.nbytes)
+            if victim is None:
+                break
+            await self._evict(victim)
+        self.counters.refused += 1
+        return None
+
+    async def _evict(self, victim: Entry) -> None:
+        def evict() -> None:
+            self.counters.evicted += self.pool.evict(victim)
+
+        data = {"key": _short(victim.key)}
+        await self.steps.do("cache.evict", evict, bytes=victim.nbytes, data=data)
+
+    def _settle(self, fill: _Fill, good: bool) -> None:
+        """The filling has ended. A good entry is pinned for all who wait before the filler lets go of it."""
+        del self._fills[fill.item.key]
+        if good:
+            self.pool.ready(fill.entry)
+            for hold, index in fill.waiting:
+                hold.take(index, fill.entry)
+        else:
+            self.pool.discard(fill.entry)
+        fill.done.set_result(good)
+
+    def _unpin(self, fills: Sequence[_Fill]) -> None:
+        for fill in fills:
+            self.pool.unpin(fill.entry)
+
+    async def _copy(self, entry: Entry, ends: tuple[str, str], copy: Callable[[], None]) -> None:
+        await self.steps.wait(
+            "cache.copy",
+            lambda: asyncio.to_thread(copy),
+            bytes=entry.nbytes,
+            data={"key": _short(entry.key), "from": ends[0], "to": ends[1], "runs": len(entry.runs)},
+        )
+
+    # ---- housekeeping --------------------------------------------------------------------------------------------
+
+    def census(self) -> dict[str, int]:
+        """What is under way or held, by kind."""
+        pinned = sum(entry.pins > 0 for entry in self.pool.entries)
+        return {"fills": len(self._fills), "cache_tasks": len(self._tasks), "pinned": pinned}
+
+    def _count(self, call: str, outcomes: Sequence[Outcome]) -> None:
+        self.counters.reasons.update(f"{call}:{o.value}" for o in outcomes if o is not Outcome.OK)
+
+    def _went_wrong(self, call: str, error: Exception) -> None:
+        self.counters.reasons[f"{call}:error"] += 1
+        log.warning("embedding cache: %s failed, the vision forward goes on: %s", call, one_line(error))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def __repr__(self) -> str:
+        return f"EmbeddingCache({self.pool!r}, {self.store or 'no store'})"
+
+
+def _found(hold: Hold) -> dict[str, Any]:
+    here = sum(entry is not None for entry in hold.entries)
+    expected = sum(hold.expected)
+    keys = [_short(item.key) for item in hold.items]
+    return {"keys": keys, "local": here, "global": expected - here, "missing": len(hold.items) - expected}
+
+
+def _short(key: str) -> str:
+    """Enough of a key to tell it from others in a trace."""
+    return key[:16]

@@ -1,0 +1,165 @@
+"""Invariants about memory: overlap, source_uncovered, destination_unsafe.
+
+Keeps the live regions and the landing slots of every process, and the writes in flight. A write is checked when it
+begins and whenever a region or a slot goes away under it, which is every moment that matters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+
+from ..steps import Event
+from .breach import Breach, breach
+
+Live = tuple[int, str, int]
+
+
+class _Memory:
+    """One process's live regions (start -> end, name, event index) and open slots (name -> alloc event, index)."""
+
+    __slots__ = ("live", "slots", "starts")
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.live: dict[int, Live] = {}
+        self.slots: dict[str | None, tuple[Event, int]] = {}
+
+    def covers(self, address: int, end: int) -> bool:
+        at = bisect_right(self.starts, address)
+        return at > 0 and self.live[self.starts[at - 1]][0] >= end
+
+    def overlapping(self, address: int, end: int) -> Live | None:
+        """A live region that shares a byte with the range: live regions are disjoint, so one neighbour decides."""
+        at = bisect_left(self.starts, end)
+        if at == 0:
+            return None
+        last = self.live[self.starts[at - 1]]
+        return last if last[0] > address else None
+
+    def slot_of(self, req: str | None, address: int, end: int) -> bool:
+        for event, _ in self.slots.values():
+            start, size = event.address, event.bytes
+            if event.req == req and start is not None and size is not None and start <= address <= end <= start + size:
+                return True
+        return False
+
+
+class _Write:
+    """A write in flight: its begin event, and whether each side has been reported already."""
+
+    __slots__ = ("destination", "event", "index", "rank_process", "source")
+
+    def __init__(self, event: Event, index: int) -> None:
+        self.event, self.index = event, index
+        self.rank_process = f"rank{event.rank}"
+        self.source = self.destination = True
+
+
+class MemoryChecks:
+    """Feeds on mr.*, landing.* and transfer.* events of all processes."""
+
+    def __init__(self, report: Callable[[Breach], None]) -> None:
+        self._report = report
+        self.memory: dict[str, _Memory] = {}
+        self._writes: list[_Write] = []
+
+    def of(self, process: str) -> _Memory:
+        memory = self.memory.get(process)
+        if memory is None:
+            memory = self.memory[process] = _Memory()
+        return memory
+
+    # ---- regions and slots ---------------------------------------------------------------------------------------
+
+    def registered(self, event: Event, index: int) -> None:
+        code, start = event.result, event.address
+        if start is None or event.bytes is None or code.__class__ is str:
+            return
+        memory, end = self.of(event.process), start + event.bytes
+        other = memory.overlapping(start, end)
+        if other is not None:
+            text = f"{event.region} overlaps {other[1]}, which is live (the engine answered {code})"
+            self._report(breach("overlap", text, (other[2], index), event.req, event.part, event.rank))
+        elif code == 0:
+            memory.starts.insert(bisect_left(memory.starts, start), start)
+            memory.live[start] = (end, event.region or "a region", index)
+
+    def deregistered(self, event: Event, index: int) -> None:
+        memory = self.of(event.process)
+        if event.result != 0 or event.address not in memory.live:
+            return
+        del memory.live[event.address]
+        memory.starts.remove(event.address)
+        self._recheck(event, index)
+
+    def allocated(self, event: Event, index: int) -> None:
+        if event.result == "ok":
+            self.of(event.process).slots[event.region] = (event, index)
+
+    def freed(self, event: Event, index: int) -> None:
+        if event.result == "ok" and self.of(event.process).slots.pop(event.region, None) is not None:
+            self._recheck(event, index)
+
+    def died(self, process: str) -> None:
+        """A killed process takes its memory along; its writes end with it, writes to it are nobody's fault."""
+        self.memory.pop(process, None)
+        self._writes = [w for w in self._writes if process not in (w.event.process, w.rank_process)]
+
+    # ---- writes --------------------------------------------------------------------------------------------------
+
+    def write_begins(self, event: Event, index: int) -> None:
+        write = _Write(event, index)
+        self._writes.append(write)
+        self._check_source(write, f"began without a live source region ({event.region})", (index,))
+        self._check_destination(write, "began into", (index,))
+
+    def write_ends(self, event: Event, index: int) -> None:
+        for at, write in enumerate(self._writes):
+            began = write.event
+            if (
+                began.region == event.region
+                and began.target == event.target
+                and began.part == event.part
+                and began.req == event.req
+                and began.process == event.process
+            ):
+                del self._writes[at]
+                return
+
+    def lands_late(self, event: Event, index: int) -> None:
+        """Bytes of a write that had ended with a negative code arrive after all."""
+        self._check_destination(_Write(event, index), "landed late in", (index,))
+
+    def _recheck(self, event: Event, index: int) -> None:
+        """Memory of a process went away: which writes in flight needed it?"""
+        for write in self._writes:
+            if write.source and write.event.process == event.process:
+                self._check_source(write, f"lost its source region {event.region} before it ended", (write.index, index))
+            if write.destination and write.rank_process == event.process:
+                self._check_destination(write, f"lost {event.region} before it ended:", (write.index, index))
+
+    def _check_source(self, write: _Write, how: str, events: tuple[int, ...]) -> None:
+        event = write.event
+        start, size, memory = event.address, event.bytes, self.of(event.process)
+        if start is None or size is None or memory.covers(start, start + size):
+            return
+        write.source = False
+        self._report(breach("source_uncovered", f"{_write(event)} {how}", events, event.req, event.part, event.rank))
+
+    def _check_destination(self, write: _Write, how: str, events: tuple[int, ...]) -> None:
+        event = write.event
+        start, size, memory = event.target, event.bytes, self.memory.get(write.rank_process)
+        if start is None or size is None or memory is None:
+            return
+        registered = memory.covers(start, start + size)
+        if registered and memory.slot_of(event.req, start, start + size):
+            return
+        write.destination = False
+        where = f"memory of {write.rank_process} that is " + (f"no slot of {event.req}" if registered else "unregistered")
+        text = f"{_write(event)} {how} {where}"
+        self._report(breach("destination_unsafe", text, events, event.req, event.part, event.rank))
+
+
+def _write(event: Event) -> str:
+    return f"the write of {event.req} part {event.part} to rank {event.rank}"

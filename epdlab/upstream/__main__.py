@@ -1,0 +1,5 @@
+"""`python -m epdlab.upstream`."""
+
+from .run import main
+
+raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""Records what a release asks of the Mooncake engine, beneath its own wrapper, with the engine's raw return codes.
+
+Besides recording it can hold the next write, fail it, and let another owner register memory first. It uses the standard
+library only, runs in the process of the release, and knows nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextvars import ContextVar
+from typing import Any
+
+CALLER: ContextVar[str | None] = ContextVar("caller", default=None)
+"""The session whose /send is being served; empty in timers and background tasks."""
+
+ANY = "*"
+"""A hold or a fault for the next write, wherever it goes."""
+
+HOLD_LIMIT_S = 120.0
+"""No write stays held longer than this, so that no process is left behind."""
+
+
+def destination(session: str, address: int) -> str:
+    """The key of a landing place, for holds and faults."""
+    return f"{session}/{address}"
+
+
+class Hold:
+    """Keeps one write from reaching the engine until it is let go."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self._let_go = threading.Event()
+
+    def wait(self) -> None:
+        """Called by the write: says that it is here, waits."""
+        self.arrived.set()
+        self._let_go.wait(HOLD_LIMIT_S)
+
+    def let_go(self) -> None:
+        """The write goes on."""
+        self._let_go.set()
+
+
+class Recorder:
+    """The log of one process, and the holds and faults armed in it.
+
+    An event is a flat dict: `op`, `rc`, `began` and `ended` (CLOCK_MONOTONIC nanoseconds), `caller`, and what the op is about.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[dict[str, Any]] = []
+        self._holds: dict[str, Hold] = {}
+        self._waiting: dict[str, Hold] = {}
+        self._faults: dict[str, int] = {}
+
+    def note(self, op: str, *, began: int | None = None, **facts: Any) -> None:
+        """Adds one event that ends now; without `began` it has no length."""
+        ended = time.monotonic_ns()
+        event = {"op": op, "began": began or ended, "ended": ended, "caller": CALLER.get(), **facts}
+        with self._lock:
+            self._events.append(event)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Every event since the last call, in the order in which they ended."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def hold(self, key: str) -> None:
+        """The next write to `key` waits for `release`; the ones after it do not."""
+        with self._lock:
+            self._holds[key] = Hold()
+
+    def is_held(self, key: str) -> bool:
+        """Whether a write to `key` is waiting."""
+        with self._lock:
+            hold = self._waiting.get(key)
+        return hold is not None and hold.arrived.is_set()
+
+    def release(self, keys: list[str]) -> None:
+        """Lets the waiting writes to `keys` go, all at once; a hold that nothing reached is taken away."""
+        with self._lock:
+            for key in keys:
+                self._holds.pop(key, None)
+            holds = [self._waiting.pop(key) for key in keys if key in self._waiting]
+        for hold in holds:
+            hold.let_go()
+
+    def disarm(self) -> None:
+        """Takes every hold and fault away; writes that are held go on."""
+        with self._lock:
+            holds = list(self._waiting.values())
+            self._waiting.clear()
+            self._holds.clear()
+            self._faults.clear()
+        for hold in holds:
+            hold.let_go()
+
+    def fail(self, key: str, code: int) -> None:
+        """The next write to `key` answers `code` and never reaches the engine."""
+        with self._lock:
+            self._faults[key] = code
+
+    def pass_write(self, key: str) -> int | None:
+        """Called by every write: waits if it is held, and gives the code it shall answer, if any."""
+        with self._lock:
+            name = key if key in self._holds else ANY
+            hold = self._holds.pop(name, None)
+            if hold is not None:
+                self._waiting[name] = hold
+            fault = self._faults.pop(key if key in self._faults else ANY, None)
+        if hold is not None:
+            hold.wait()
+        return fault
+
+
+class RecordedEngine:
+    """Sits between a release's wrapper and `mooncake.engine.TransferEngine`; the codes are the engine's own."""
+
+    def __init__(self, raw: Any, recorder: Recorder) -> None:
+        self.raw = raw
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+    def register_memory(self, address: int, length: int, owner: str = "release") -> int:
+        """Registers for the release, or for another owner whom a scenario puts in its way."""
+        began = time.monotonic_ns()
+        code = int(self.raw.register_memory(address, length))
+        self._recorder.note("register", began=began, address=address, bytes=length, rc=code, owner=owner)
+        return code
+
+    def unregister_memory(self, address: int, owner: str = "release") -> int:
+        """Deregisters; see `register_memory`."""
+        began = time.monotonic_ns()
+        code = int(self.raw.unregister_memory(address))
+        self._recorder.note("deregister", began=began, address=address, rc=code, owner=owner)
+        return code
+
+    def transfer_sync_write(self, session: str, source: int, target: int, length: int) -> int:
+        """One write; it counts as begun when the release asks for it, also while it is held."""
+        began = time.monotonic_ns()
+        fault = self._recorder.pass_write(destination(session, target))
+        code = fault if fault is not None else int(self.raw.transfer_sync_write(session, source, target, length))
+        self._recorder.note(
+            "transfer", began=began, address=source, bytes=length, rc=code, session=session, target=target, injected=fault is not None
+        )
+        return code
