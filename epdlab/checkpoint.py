@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -99,14 +99,15 @@ def open_checkpoint(model: str, seed: int = 0) -> Checkpoint:
     if model == TINY:
         config, processor = Qwen2_5_VLConfig(**_CONFIG), Qwen2VLImageProcessorPil(max_pixels=_MAX_PIXELS)
         return Checkpoint(config, processor, _byte_tokenizer(), _seeded(seed), torch.float32)
-    folder = _folder(model)
-    config = Qwen2_5_VLConfig.from_pretrained(folder, local_files_only=True)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    tokenizer, files, dtype = Tokenizer.from_file(str(folder / "tokenizer.json")), ExitStack(), config.dtype
-    weights = _stored(folder, files)
-    return Checkpoint(
-        config, processor, tokenizer, weights, dtype if isinstance(dtype, torch.dtype) else torch.float32, files
-    )
+    folder, files = _folder(model), ExitStack()
+    with _reading(folder / "config.json"):
+        config = Qwen2_5_VLConfig.from_pretrained(folder, local_files_only=True)
+    with _reading(folder / "preprocessor_config.json"):
+        processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
+    with _reading(folder / "tokenizer.json"):
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return Checkpoint(config, processor, tokenizer, _stored(folder, files), dtype, files)
 
 
 def build(source: Checkpoint, role: Role, device: str) -> Any:
@@ -130,12 +131,12 @@ def build(source: Checkpoint, role: Role, device: str) -> Any:
         del model.visual
     else:
         model.visual.rotary_pos_emb = type(model.visual.rotary_pos_emb)(config.vision_config)
-    for name, empty in list(network.named_parameters()):
-        tied = name == "lm_head.weight" and config.tie_word_embeddings
-        value = source.weights("model.language_model.embed_tokens.weight" if tied else name, empty.shape)
+    for name, empty in list(network.named_parameters()):  # a tied head is not among them
+        value = source.weights(name, empty.shape).to(device, source.dtype)
         owner, _, leaf = name.rpartition(".")
-        weight = torch.nn.Parameter(value.to(device, source.dtype), requires_grad=False)
-        setattr(network.get_submodule(owner), leaf, weight)
+        setattr(network.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+    if role != "encoder" and config.tie_word_embeddings:
+        network.lm_head.weight = model.language_model.embed_tokens.weight
     return network.to(device).eval()
 
 
@@ -178,10 +179,19 @@ def _folder(model: str) -> Path:
     needed = ("config.json", "tokenizer.json", "preprocessor_config.json")
     if missing := [name for name in needed if not (folder / name).is_file()]:
         raise ModelError(f"{model!r} is no checkpoint folder (no {', '.join(missing)}): pass one, or `tiny`")
-    config = json.loads((folder / "config.json").read_text())
+    with _reading(folder / "config.json"):
+        config = dict(json.loads((folder / "config.json").read_text()))
     if config.get("model_type") != "qwen2_5_vl" or "quantization_config" in config:
         raise ModelError(f"{model!r} is no plain Qwen2.5-VL checkpoint: pass an unquantised qwen2_5_vl one")
     return folder
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each reader has errors of its own
+        raise ModelError(f"{path} cannot be read ({type(error).__name__}): fetch the file again") from error
 
 
 def _stored(folder: Path, files: ExitStack) -> Weights:
@@ -190,7 +200,8 @@ def _stored(folder: Path, files: ExitStack) -> Weights:
 
     where: dict[str, tuple[Any, str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = files.enter_context(safe_open(path, framework="pt"))
+        with _reading(path):
+            file = files.enter_context(safe_open(path, framework="pt"))
         where.update({_canonical(key): (file, key) for key in file.keys()})  # noqa: SIM118
 
     def weights(name: str, shape: torch.Size) -> Tensor:

@@ -24,7 +24,7 @@ class Donor:
 
     Args:
         master: `host:port` of the master.
-        nbytes: size of the segment it lends.
+        nbytes: size of the segment it lends, at least 16 MiB.
         log: file its output is appended to.
     """
 
@@ -71,8 +71,8 @@ class Donor:
 
 
 async def _lend(master: str, nbytes: int) -> int:
-    client = StoreClient(StoreConfig(master, segment_bytes=nbytes))
     try:
+        client = StoreClient(StoreConfig(master, segment_bytes=nbytes))
         await client.open()
     except EpdLabError as error:
         print(json.dumps({"error": one_line(error)}), flush=True)

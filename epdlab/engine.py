@@ -16,10 +16,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .errors import BadBuffer, DeregistrationRefused, EngineError, EngineNotReady, RegistrationRefused, TransferFailed
+from .doctor import rdma_devices
+from .errors import (
+    BadBuffer,
+    DeregistrationRefused,
+    EngineError,
+    EngineNotReady,
+    RegistrationRefused,
+    TransferFailed,
+    one_line,
+)
 from .ports import Buffer
+from .tasks import to_the_end
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +39,7 @@ Operation = Literal["initialize", "register", "deregister", "transfer"]
 
 WRITE_THREADS = 32
 _MS_ASYNC = 1
+_ADDRESSES = range(1, 1 << 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +150,14 @@ class MooncakeEngine:
         memory: `cpu` or `cuda`: where `allocate` puts landing memory.
 
     Raises:
-        EngineNotReady: the library cannot be loaded, or initialize did not answer 0.
+        EngineNotReady: the library cannot be loaded, there is no such transport here, or initialize did not answer 0.
     """
 
     def __init__(
         self, hostname: str = "127.0.0.1", protocol: Protocol = "tcp", device: str = "", memory: str = "cpu"
     ) -> None:
         self.hostname, self.protocol, self.memory = hostname, protocol, memory
+        _check_protocol(protocol)
         self._engine: Any = _load().TransferEngine()
         code = self._engine.initialize(hostname, "P2PHANDSHAKE", protocol, device)
         if code != 0:
@@ -159,6 +171,7 @@ class MooncakeEngine:
         return int(self._live().register_memory(address, nbytes))
 
     def deregister(self, address: int) -> int:
+        _check_addresses([address])
         return int(self._live().unregister_memory(address))
 
     def register_batch(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
@@ -166,24 +179,32 @@ class MooncakeEngine:
         return int(self._live().batch_register_memory(list(addresses), list(lengths)))
 
     def deregister_batch(self, addresses: Sequence[int]) -> int:
+        _check_addresses(addresses)
         return int(self._live().batch_unregister_memory(list(addresses)))
 
     def write_blocking(self, session_id: str, source: int, target: int, nbytes: int) -> int:
         """`transfer_sync_write` in the calling thread (the GIL is released)."""
         self._guard([source], [nbytes])
+        _check_addresses([target])
         return int(self._live().transfer_sync_write(session_id, source, target, nbytes))
 
     async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
+        """The write in a thread. If cancelled, it returns once the thread has left the memory alone."""
+        self._live()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.write_blocking, session_id, source, target, nbytes)
+        args = (session_id, source, target, nbytes)
+        return await to_the_end(loop.run_in_executor(self._threads, self.write_blocking, *args))
 
     async def write_batch(
         self, session_id: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
     ) -> int:
         self._guard(sources, lengths)
+        _check_addresses(targets)
+        if len(targets) != len(lengths):
+            raise BadBuffer(f"{len(targets)} addresses for {len(lengths)} lengths; give one length each")
         call, loop = self._live().batch_transfer_sync_write, asyncio.get_running_loop()
         args = (session_id, list(sources), list(targets), list(lengths))
-        return int(await loop.run_in_executor(self._threads, call, *args))
+        return int(await to_the_end(loop.run_in_executor(self._threads, call, *args)))
 
     def allocate(self, nbytes: int) -> TensorBuffer:
         import torch
@@ -191,7 +212,10 @@ class MooncakeEngine:
         if nbytes <= 0:
             raise BadBuffer(f"cannot allocate {nbytes} bytes; ask for at least 1")
         pin = self.memory == "cpu" and torch.cuda.is_available()
-        return TensorBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.memory, pin_memory=pin))
+        try:
+            return TensorBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.memory, pin_memory=pin))
+        except RuntimeError as error:
+            raise BadBuffer(f"cannot allocate {nbytes} bytes of {self.memory} memory ({one_line(error)})") from None
 
     def close(self) -> None:
         """Let go of the engine. Idempotent; every later call raises EngineNotReady."""
@@ -211,7 +235,8 @@ class MooncakeEngine:
         for address, nbytes in zip(addresses, lengths, strict=True):
             if nbytes <= 0:
                 raise BadBuffer(f"length {nbytes} is not positive; register and write at least 1 byte")
-            if self.memory == "cpu" and not _mapped(address, nbytes):
+            fits = address in _ADDRESSES and address + nbytes in _ADDRESSES
+            if not fits or (self.memory == "cpu" and not _mapped(address, nbytes)):
                 raise BadBuffer(f"{nbytes} bytes at {address:#x} are not mapped here; was the tensor freed?")
 
     def __repr__(self) -> str:
@@ -263,6 +288,20 @@ def _load() -> Any:
     return engine
 
 
+def _check_protocol(protocol: str) -> None:
+    """Mooncake takes any word, and speaks TCP where there is no RDMA device: said here, before it pretends."""
+    if protocol not in get_args(Protocol):
+        raise EngineNotReady(f"no transport {protocol!r}; use {' or '.join(get_args(Protocol))}")
+    if protocol == "rdma" and not any(rdma_devices().values()):
+        raise EngineNotReady("no RDMA device with an active port here, Mooncake would speak TCP; use --protocol tcp")
+
+
+def _check_addresses(addresses: Sequence[int]) -> None:
+    for address in addresses:
+        if address not in _ADDRESSES:
+            raise BadBuffer(f"{address:#x} is no address; pass what the buffer says")
+
+
 def _uint8() -> torch.dtype:
     import torch
 
@@ -276,7 +315,7 @@ def _mapped(address: int, nbytes: int) -> bool:
     """Whether every page of the range is mapped (msync answers ENOMEM for a hole)."""
     start = address - address % mmap.PAGESIZE
     length = ctypes.c_size_t(address + nbytes - start)
-    return 0 < address and _libc.msync(ctypes.c_void_p(start), length, _MS_ASYNC) == 0
+    return _libc.msync(ctypes.c_void_p(start), length, _MS_ASYNC) == 0
 
 
 _: type[Buffer] = TensorBuffer

@@ -121,9 +121,10 @@ class LandingFull(HandoffError):
 
 
 class MetadataMismatch(HandoffError):
-    """An ack does not describe what the rank asked for."""
+    """A message does not describe what was asked for, or is none of ours."""
 
     kind = "metadata_mismatch"
+    http_status = 400
 
 
 class PeerLost(HandoffError):

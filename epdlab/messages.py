@@ -145,7 +145,7 @@ def from_json(body: bytes, kind: type[M]) -> M:
         raise MetadataMismatch(f"body of {len(body)} bytes is over {MAX_BODY_BYTES}; send items by reference")
     try:
         message = msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MetadataMismatch(f"no {kind.__name__}: {error}; check the sender's version") from None
     return _of_our_version(message)
 
@@ -164,7 +164,7 @@ def from_frame(frame: bytes) -> Ack:
         raise MetadataMismatch(f"frame of {len(frame)} bytes is over {MAX_FRAME_BYTES}; an ack carries no embedding")
     try:
         ack = _frame_decoder.decode(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MetadataMismatch(f"no ack: {error}; is the peer an epdlab encoder?") from None
     return _of_our_version(ack)
 

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,26 +143,24 @@ async def run_encoder(options: EncoderOptions, announce: Callable[[str], None] =
     config = EncoderConfig(options.send_timeout_s, options.quarantine_s, options.digest)
     sliced = SlicedEngine(engine, role.steps, options.nic_slices) if options.nic_slices else None
     port: EnginePort = sliced or engine
-    tower, close_tower = await _tower(options, role.steps)
-    encoder = MMEncoder(tower, port, link, clock, role.steps, chosen, config, options.strict)
+    vision = await _vision(options, role.steps)
+    encoder = MMEncoder(vision.tower, port, link, clock, role.steps, chosen, config, options.strict)
     if sliced is not None:
         sliced.regions = encoder.regions
     try:
         url = await encoder.start()
         announce(f"encoder {options.name} serves {url}, engine session {engine.session_id}")
         data = {"role": "encoder", "url": url, "session": engine.session_id, "protocol": options.protocol}
+        data |= {"store": options.store} if options.store else {}
         operations: dict[str, Operation] = {
             "census": role.census(encoder.census),
             "state": _answers(lambda: encoder_state(encoder)),
             "fire": _fires(clock),
-        }
-        if hasattr(tower, "counters"):
-            data["store"] = options.store or ""
-            operations["counters"] = _answers(lambda: dict(tower.counters))
+        } | vision.operations
         await role.serve(data, operations)
     finally:
         await encoder.close()
-        await close_tower()
+        await vision.close()
         await link.close()
         engine.close()
         role.close()
@@ -350,17 +348,35 @@ async def _nothing() -> None:
     """Nothing to close."""
 
 
-async def _tower(options: EncoderOptions, steps: Steps) -> tuple[Tower, Callable[[], Awaitable[None]]]:
-    from .tower import SyntheticTower, VlmTower
+@dataclass(frozen=True)
+class _Vision:
+    """An encoder's tower, how to close it, and what the lab may ask it."""
 
     tower: Tower
+    close: Callable[[], Awaitable[None]] = _nothing
+    operations: dict[str, Operation] = field(default_factory=dict)
+
+
+async def _vision(options: EncoderOptions, steps: Steps) -> _Vision:
+    tower = await _tower(options)
+    if options.store is None:
+        return _Vision(tower)
+    from .cached_tower import open_cached_tower
+    from .store_client import StoreConfig
+
+    device = options.device if reaches_gpu(options.protocol) else "cpu"
+    cached = await open_cached_tower(tower, steps, StoreConfig(options.store, options.host), device=device)
+    return _Vision(cached, cached.close, {"counters": _answers(lambda: dict(cached.counters))})
+
+
+async def _tower(options: EncoderOptions) -> Tower:
+    from .tower import SyntheticTower, VlmTower
+
     if options.model == SYNTHETIC:
-        tower = SyntheticTower(options.device if reaches_gpu(options.protocol) else "cpu")
-    else:
-        vlm = await asyncio.to_thread(_load, options, "encoder")
-        policy = MediaPolicy(allowed_root=options.media_root, allow_private_urls=options.allow_private_urls)
-        tower = VlmTower(vlm, policy, reaches_gpu(options.protocol))
-    return tower, _nothing
+        return SyntheticTower(options.device if reaches_gpu(options.protocol) else "cpu")
+    vlm = await asyncio.to_thread(_load, options, "encoder")
+    policy = MediaPolicy(allowed_root=options.media_root, allow_private_urls=options.allow_private_urls)
+    return VlmTower(vlm, policy, reaches_gpu(options.protocol))
 
 
 def _load(options: RoleOptions, role: Literal["encoder", "prefill", "full"]) -> VLM:

@@ -67,6 +67,8 @@ STEPS: dict[str, StepSpec] = {
     "part.release": StepSpec("the encoder cleans a part up"),
     "timer.fire": StepSpec("a deadline or a clean-up timer fires"),
     "request.finish": StepSpec("a rank's request ends"),
+    "request.cancel": StepSpec("a rank's client gives its request up (a fault)"),
+    "process.kill": StepSpec("a process is killed from outside (a fault)"),
     "cache.lookup": StepSpec("the embedding cache looks keys up"),
     "cache.get": StepSpec("the embedding cache fetches pages from the store", spans=True),
     "cache.put": StepSpec("the embedding cache writes pages to the store", spans=True),
@@ -144,7 +146,7 @@ GO = Decision()
 class Gate(Protocol):
     """Holds, orders and faults steps. `enter` returns when the step may run."""
 
-    async def enter(self, point: Point) -> Decision: ...
+    def enter(self, point: Point) -> Awaitable[Decision]: ...
 
 
 class Recorder(Protocol):
@@ -229,11 +231,10 @@ class Steps:
         decision, held = await self._enter(step, "begin", labels)
         self._emit(step, "begin", labels, fault=decision.fault, held_ms=held)
         try:
-            result = await self._act(spec, decision, action)
+            result, held = await self._through(spec, step, decision, action, labels)
         except BaseException as error:
             self._emit(step, "end", labels, result=one_line(error))
             raise
-        held = (await self._enter(step, "end", labels))[1] if spec.spans else None
         after = labels if ends is None or decision.fault == "drop" else labels | ends(result)
         self._emit(step, "end", {"result": _word(result)} | after, held_ms=held)
         return result
@@ -259,6 +260,23 @@ class Steps:
         )
         held = (self._clock_ns() - began) / 1e6
         return decision, held if held >= HELD_MS else None
+
+    async def _through(
+        self,
+        spec: StepSpec,
+        step: str,
+        decision: Decision,
+        action: Callable[[], Awaitable[T]],
+        labels: dict[str, Any],
+    ) -> tuple[T, float | None]:
+        """Act. A step that spans is held at its end too, whether it succeeded or failed."""
+        try:
+            result = await self._act(spec, decision, action)
+        except Exception:
+            if spec.spans:
+                await self._enter(step, "end", labels)
+            raise
+        return result, (await self._enter(step, "end", labels))[1] if spec.spans else None
 
     async def _act(self, spec: StepSpec, decision: Decision, action: Callable[[], Awaitable[T]]) -> T:
         if decision.fault is None:

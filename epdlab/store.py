@@ -3,7 +3,8 @@
 Follow one item: `lookup` finds it here or in the store, `fetch` brings it into the pool, `read` copies it out;
 `insert` copies a fresh one in and writes it to the store behind the request's back. Whatever fails costs a vision
 forward, never a request and never a wrong embedding: no method here raises for the store's sake. Who owns which page
-is `pages`' business, where their bytes are `page_memory`'s, what the store answers `store_client`'s. After SGLang 0.5.17 embedding_cache_controller.py.
+is `pages`' business, where their bytes are `page_memory`'s, what the store answers `store_client`'s.
+After SGLang 0.5.17 embedding_cache_controller.py.
 """
 
 from __future__ import annotations
@@ -246,18 +247,7 @@ class EmbeddingCache:
         """One get for fresh entries; each becomes ready only if it is whole and is what it should be."""
         good = [False] * len(fills)
         try:
-            assert self.store is not None
-            store, keys = self.store, [fill.item.key for fill in fills]
-            buffers = [self.memory.extents(fill.entry) for fill in fills]
-            outcomes = await self.steps.wait(
-                "cache.get",
-                lambda: store.get(keys, buffers),
-                lambda outcomes: {"data": {"outcomes": [outcome.value for outcome in outcomes]}},
-                bytes=sum(fill.item.object_bytes for fill in fills),
-                peer="store",
-                data={"keys": [_short(key) for key in keys], "from": "segment", "to": "pool"},
-            )
-            self._count("get", outcomes)
+            outcomes = await self._transfer("cache.get", fills)
             good = await asyncio.to_thread(self._intact, fills, outcomes)
             await self._mend(fills, outcomes, good)
         except Exception as error:
@@ -288,11 +278,10 @@ class EmbeddingCache:
         if entry is None:
             return False
         try:
-            await self._copy(entry, ("pool", "embedding"), lambda: self.memory.read(entry, into))
+            return await self._copy(entry, ("pool", "embedding"), lambda: self.memory.read(entry, into))
         except Exception as error:
             self._went_wrong("read", error)
             return False
-        return True
 
     # ---- adding --------------------------------------------------------------------------------------------------
 
@@ -319,8 +308,7 @@ class EmbeddingCache:
         good = False
         try:
             write = functools.partial(self.memory.write, fill.entry, fill.item, rows)
-            await self._copy(fill.entry, ("embedding", "pool"), write)
-            good = True
+            good = await self._copy(fill.entry, ("embedding", "pool"), write)
         except Exception as error:
             self._went_wrong("insert", error)
         self._settle(fill, good)
@@ -339,19 +327,27 @@ class EmbeddingCache:
 
     async def _put_once(self, fills: list[_Fill]) -> list[_Fill]:
         """Those the store had no room for."""
+        outcomes = await self._transfer("cache.put", fills)
+        return [fill for fill, outcome in zip(fills, outcomes, strict=True) if outcome is Outcome.NO_ROOM]
+
+    async def _transfer(self, step: str, fills: Sequence[_Fill]) -> list[Outcome]:
+        """One call for all of them, between the pool and the segments of the store."""
         assert self.store is not None
-        store, keys = self.store, [fill.item.key for fill in fills]
+        getting = step == "cache.get"
+        call, keys = self.store.get if getting else self.store.put, [fill.item.key for fill in fills]
         buffers = [self.memory.extents(fill.entry) for fill in fills]
+        ends = ("segment", "pool") if getting else ("pool", "segment")
+        data = {"keys": [_short(key) for key in keys], "from": ends[0], "to": ends[1]}
         outcomes = await self.steps.wait(
-            "cache.put",
-            lambda: store.put(keys, buffers),
-            lambda outcomes: {"data": {"outcomes": [outcome.value for outcome in outcomes]}},
+            step,
+            lambda: call(keys, buffers),
+            lambda outcomes: {"data": data | {"outcomes": [outcome.value for outcome in outcomes]}},
             bytes=sum(fill.item.object_bytes for fill in fills),
             peer="store",
-            data={"keys": [_short(key) for key in keys], "from": "pool", "to": "segment"},
+            data=data,
         )
-        self._count("put", outcomes)
-        return [fill for fill, outcome in zip(fills, outcomes, strict=True) if outcome is Outcome.NO_ROOM]
+        self._count(step.removeprefix("cache."), outcomes)
+        return outcomes
 
     # ---- entries ------------------------------------------------------------------------------------------------
 
@@ -393,13 +389,20 @@ class EmbeddingCache:
         for fill in fills:
             self.pool.unpin(fill.entry)
 
-    async def _copy(self, entry: Entry, ends: tuple[str, str], copy: Callable[[], None]) -> None:
-        await self.steps.wait(
+    async def _copy(self, entry: Entry, ends: tuple[str, str], copy: Callable[[], None]) -> bool:
+        """Whether the bytes were copied: a dropped step copies nothing."""
+
+        def copied() -> bool:
+            copy()
+            return True
+
+        done = await self.steps.wait(
             "cache.copy",
-            lambda: asyncio.to_thread(copy),
+            lambda: asyncio.to_thread(copied),
             bytes=entry.nbytes,
             data={"key": _short(entry.key), "from": ends[0], "to": ends[1], "runs": len(entry.runs)},
         )
+        return done is True
 
     # ---- housekeeping --------------------------------------------------------------------------------------------
 

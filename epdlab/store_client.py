@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from .errors import BadBuffer, EpdLabError
+from .errors import BadBuffer, EpdLabError, UsageError
 from .ports import Buffer
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ T = TypeVar("T")
 Extents = Sequence[tuple[int, int]]
 
 LOCAL_BUFFER_BYTES = 16 << 20
+MIN_SEGMENT_BYTES = 16 << 20
 CLOSE_WAIT_S = 35.0
 _ABANDONED: list[object] = []
 
@@ -71,7 +72,7 @@ class StoreConfig:
 
     Attributes:
         master: `host:port` of the master's RPC port; hostname: the name peers reach this host by.
-        segment_bytes: memory this process donates; 0 only uses what others donate.
+        segment_bytes: memory this process donates, at least 16 MiB; 0 only uses what others donate.
         wait_s: a call that takes longer is late; with `max_late` late ones of its kind, new ones are skipped.
         probe_every_s: how often a lost master is looked for again.
     """
@@ -84,6 +85,11 @@ class StoreConfig:
     wait_s: float = 2.0
     max_late: int = 2
     probe_every_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes != 0 and self.segment_bytes < MIN_SEGMENT_BYTES:
+            least = f"0 or at least {MIN_SEGMENT_BYTES}"
+            raise UsageError(f"a segment of {self.segment_bytes} bytes is refused by Mooncake; donate {least} bytes")
 
 
 class Lane:
@@ -181,6 +187,8 @@ class StoreClient:
 
     async def get(self, keys: Sequence[str], buffers: Sequence[Extents]) -> list[Outcome]:
         """Read each object into its extents. They must be as long as the object, to the byte.
+
+        Ask for a key once: the same key twice in one call shares one fate (seen: one wrong length fails both).
 
         Raises:
             BadBuffer: an extent is not registered (TCP would let it pass, RDMA would not).

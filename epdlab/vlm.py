@@ -93,6 +93,7 @@ def load_vlm(model: str = TINY, device: str = "cpu", role: Role = "full", seed: 
 
     model: `tiny` (float32), or a checkpoint's folder, taken in its own dtype. seed: of the tiny weights. The tiny model
     on a CPU sets torch to one thread: its bits do not depend on the number of cores, and ranks do not fight for them.
+    On a GPU it turns TF32 off for convolutions, so that float32 means float32.
 
     Raises:
         ModelError: no such device, no such checkpoint, or one that cannot be used.
@@ -101,6 +102,8 @@ def load_vlm(model: str = TINY, device: str = "cpu", role: Role = "full", seed: 
         raise ModelError(f"no device {device!r} here: use cpu, or install an NVIDIA driver and a CUDA build of torch")
     if model == TINY and device == "cpu":
         torch.set_num_threads(1)
+    elif model == TINY:
+        torch.backends.cudnn.allow_tf32 = False
     with open_checkpoint(model, seed) as source:
         return VLM(build(source, role, device), role, source.processor, source.tokenizer)
 

@@ -389,13 +389,13 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, network: Any) -> None:
         load_vlm(str(tmp_path / "none"))
     save(network, tmp_path, torch.float32, old_names=False)
     (shard := tmp_path / "model-1-of-2.safetensors").rename(tmp_path / "kept")
-    with pytest.raises(ModelError, match="has no tensor .*: fetch its safetensors"):
+    with pytest.raises(ModelError, match=r"has no tensor .*: fetch its safetensors"):
         load_vlm(str(tmp_path))
     shard.write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
-    with pytest.raises(ModelError, match="model-1-of-2.safetensors cannot be read"):
+    with pytest.raises(ModelError, match=r"model-1-of-2.safetensors cannot be read"):
         load_vlm(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer.json.* cannot be read"):
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read"):
         load_vlm(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config.json cannot be read"):

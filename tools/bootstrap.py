@@ -7,6 +7,7 @@ read, so that such a one gets a message instead of a syntax error.
 
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -54,14 +55,18 @@ def main(argv):
 
 
 def set_up(scope, variant):
-    """Environment, packages, system libraries; the stamp comes last, so a broken set-up is tried again."""
+    """System packages, environment, Python packages; the stamp comes last, so a broken set-up is tried again."""
     say(f"Python {sys.version.split()[0]}, Mooncake for {variant}, into .venv")
+    install_system_packages(scope, doctor_lacks(sys.executable))
     make_venv()
     extras = f"{variant},dev" if scope == "dev" else variant
     drop_other_wheels(variant)
     pip = [str(VENV / "bin/python"), "-m", "pip"]
     step(f"pip installs .[{extras}]", [*pip, "install", "-c", "requirements.lock", "-e", f".[{extras}]"])
-    install_system_packages(scope)
+    install_system_packages("run", doctor_lacks(VENV / "bin/python"))  # the wheel may link more than the system offers
+    for lack in doctor_lacks(VENV / "bin/python"):
+        if lack["needed"]:
+            raise SetupError(f"{lack['name']}: {lack['problem']}; mend: {lack['mend']}")
     STAMP.write_text(stamp(scope, variant))
     say("done")
 
@@ -123,8 +128,6 @@ def make_venv():
     python = VENV / "bin/python"
     if python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
         return
-    if subprocess.run([sys.executable, "-c", "import ensurepip, venv"], capture_output=True).returncode != 0:
-        apt_install([f"python3.{sys.version_info[1]}-venv"])
     answer = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], capture_output=True, text=True)
     if answer.returncode != 0:
         raise SetupError(f"{sys.executable} -m venv failed: {(answer.stderr or answer.stdout).strip()}")
@@ -144,25 +147,23 @@ def drop_other_wheels(variant):
         step(f"pip removes {', '.join(names)}", [str(VENV / "bin/python"), "-m", "pip", "uninstall", "-y", *names])
 
 
-def install_system_packages(scope):
-    """Install what the doctor finds lacking; what only tests use may be absent, with a word about it."""
-    lacks = doctor_lacks()
-    apt_install([lack["package"] for lack in lacks if lack["needed"] and lack["package"]])
+def install_system_packages(scope, lacks):
+    """Install what is lacking, all in one go; what only the tests use may stay absent, with a word about it."""
+    venv = [] if importlib.util.find_spec("ensurepip") else [f"python3.{sys.version_info[1]}-venv"]
+    apt_install(venv + [lack["package"] for lack in lacks if lack["needed"] and lack["package"]])
     optional = [lack for lack in lacks if not lack["needed"] and lack["package"]]
     for lack in optional if scope == "dev" else ():
         try:
             apt_install([lack["package"]])
         except SetupError as error:
             say(f"{lack['problem']} ({error})")
-    for lack in doctor_lacks():
-        if lack["needed"]:
-            raise SetupError(f"{lack['name']}: {lack['problem']}; mend: {lack['mend']}")
 
 
-def doctor_lacks():
-    """What `epdlab doctor` says this machine lacks."""
-    program = "from epdlab.doctor import collect; print(collect().to_json())"
-    answer = subprocess.run([VENV / "bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True)
+def doctor_lacks(python):
+    """What `epdlab doctor` finds lacking, asked under the given Python; it needs no package to answer."""
+    program = "import runpy; print(runpy.run_path('epdlab/doctor.py')['collect']().to_json())"
+    outside_conda = {name: value for name, value in os.environ.items() if name != "CONDA_PREFIX"}
+    answer = subprocess.run([python, "-c", program], cwd=ROOT, env=outside_conda, capture_output=True, text=True)
     if answer.returncode != 0:
         raise SetupError(f"the doctor failed: {answer.stderr.strip()}")
     return loads(answer.stdout)["lacks"]

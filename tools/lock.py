@@ -1,5 +1,6 @@
 """Writes requirements.lock: the exact version of every package that `.[cpu,dev]` brings in, as pip resolves it.
 
+Resolved for the oldest Python that pyproject.toml accepts, since newer packages leave its first patch releases behind.
 Left out are the Mooncake wheels (each extra pins its own) and what a CUDA build of torch brings (that build pins it).
 Run it with the interpreter of the virtual environment: `make lock`.
 """
@@ -10,16 +11,18 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = re.compile(r"epdlab|mooncake-|nvidia-|cuda-|triton$")
+LEFT_OUT = re.compile(r"mooncake-|nvidia-|cuda-|triton$")
 HEADER = "# Made by `make lock`. Versions that a fresh install is held to; installs nothing by itself.\n"
 
 
-def resolve() -> dict[str, Any]:
-    """Ask pip what a fresh install would take.
+def resolve(project: dict[str, Any]) -> dict[str, Any]:
+    """Ask pip what a fresh install of the project's requirements would take.
 
     Returns:
         pip's installation report.
@@ -27,8 +30,13 @@ def resolve() -> dict[str, Any]:
     Raises:
         subprocess.CalledProcessError: pip found no set of versions; its own message is on stderr.
     """
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
-    output = subprocess.run([*command, ".[cpu,dev]"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    extras = project["optional-dependencies"]
+    oldest = re.search(r">=([\d.]+)", project["requires-python"]).group(1) + ".0"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+    with tempfile.TemporaryDirectory() as nowhere:
+        pip += ["--only-binary", ":all:", "--python-version", oldest, "--target", nowhere]
+        pip += [*project["dependencies"], *extras["cpu"], *extras["dev"]]
+        output = subprocess.run(pip, check=True, stdout=subprocess.PIPE, text=True).stdout
     report: dict[str, Any] = json.loads(output)
     return report
 
@@ -44,6 +52,7 @@ def pins(report: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    locked = pins(resolve())
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = pins(resolve(declared))
     (ROOT / "requirements.lock").write_text(HEADER + "\n".join(locked) + "\n")
     print(f"requirements.lock: {len(locked)} packages")

@@ -16,6 +16,7 @@ import asyncio
 import signal
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -98,6 +99,7 @@ class Lab:
         self._controller: Controller | None = None
         self._requests: dict[str, Future[dict[str, Any]]] = {}
         self._watches: set[asyncio.Task[None]] = set()
+        self._answered: Counter[str] = Counter()
         self._count = 0
 
     # ---- up and down ---------------------------------------------------------------------------------------------
@@ -206,7 +208,11 @@ class Lab:
     async def _run_request(self, args: dict[str, Any], ranks: list[int], stagger_s: float) -> dict[str, Any]:
         async def one(place: int, rank: int) -> Any:
             await asyncio.sleep(place * stagger_s)
-            return await self.controller.call(f"rank{rank}", "generate", **args)
+            try:
+                return await self.controller.call(f"rank{rank}", "generate", **args)
+            finally:
+                self._answered[args["req_id"]] += 1
+                await self.controller.notify()
 
         answers = await asyncio.gather(*(one(*pair) for pair in enumerate(ranks)), return_exceptions=True)
         return {f"rank{rank}": answer for rank, answer in zip(ranks, answers, strict=True)}
@@ -283,13 +289,10 @@ class Lab:
         return waiting
 
     async def _appears(self, pattern: Pattern, timeout_s: float) -> Waiting:
-        def first() -> Waiting | None:
-            return next((w for w in self.controller.waiting if pattern.matches(w.point)), None)
-
-        await self.controller.until(lambda: first() is not None, timeout_s, self._nothing(pattern, timeout_s))
-        found = first()
-        assert found is not None
-        return found
+        await self.controller.until(
+            lambda: bool(self._matching(pattern)), timeout_s, self._nothing(pattern, timeout_s)
+        )
+        return self._matching(pattern)[0]
 
     def _nothing(self, pattern: Pattern, timeout_s: float) -> Any:
         named = f"{pattern.step}" + (f" of rank {pattern.rank}" if pattern.rank is not None else "")
@@ -312,6 +315,20 @@ class Lab:
             await self.controller.release(waiting)
         return await self._appears(pattern, timeout_s)
 
+    def wait_for_ranks(self, req_id: str, *, timeout_s: float = STEP_TIMEOUT_S) -> list[Waiting]:
+        """Wait until every rank of a request has a held step or its answer; the held ones."""
+        return self._wait(self._ranks_settled(Pattern("*", None, req=req_id), timeout_s))
+
+    async def _ranks_settled(self, pattern: Pattern, timeout_s: float) -> list[Waiting]:
+        def settled() -> bool:
+            return len(self._matching(pattern)) + self._answered[str(pattern.req)] >= self.config.tp
+
+        await self.controller.until(settled, timeout_s, self._nothing(pattern, timeout_s))
+        return self._matching(pattern)
+
+    def _matching(self, pattern: Pattern) -> list[Waiting]:
+        return [w for w in self.controller.waiting if pattern.matches(w.point)]
+
     def run(self) -> None:
         """Forget all holds and let everything that waits go."""
         self._wait(self._run())
@@ -327,6 +344,10 @@ class Lab:
     def events(self) -> list[Event]:
         """The trace so far."""
         return read_trace(self.trace_path)
+
+    def events_of(self, req_id: str) -> list[Event]:
+        """The events of one request."""
+        return [event for event in self.events if event.req == req_id]
 
     def census(self) -> dict[str, dict[str, int]]:
         """What every process still holds, by kind; also recorded in the trace."""

@@ -62,19 +62,22 @@ class Stroke:
 PLAIN = Look("#8c959f", "#f6f8fa")
 ENCODER = Look("#b87f00", "#fdf3dc")
 PREFILL = Look(BLUE, "#e3eff7")
-DECODE = Look("#a5557f", "#f9eef4")
-STORE = Look(GREEN, "#e0f3ed")
-MEMORY = Look("#3b8fbf", "#ffffff")
+DECODE = Look(MUTED, "#eef0f2")
+STORE = Look("#a5557f", "#f9eaf2")
+MEMORY = Look("#3b8fbf", PAPER)
 WARNING = Look(VERMILLION, "#fbe9dd")
+DONE = Look(GREEN, "#e0f3ed")
+WRITE_LOOK = Look("#b87f00", "#f7d68a")
 
-HTTP = Stroke(INK, 1.5)
-ACK = Stroke("#a5557f", 1.5, "5 3")
-WRITE = Stroke(BLUE, 3.5)
-OBJECT = Stroke(GREEN, 3.5)
-RPC = Stroke(GREEN, 1.5)
+HTTP = Stroke(BLUE, 1.6)
+ACK = Stroke(GREEN, 1.8, "6 3")
+WRITE = Stroke(ORANGE, 4)
+OBJECT = Stroke(PURPLE, 4)
+RPC = Stroke("#a5557f", 1.6)
 LOCAL = Stroke(MUTED, 1.2, "2 3")
 FAULT = Stroke(VERMILLION, 1.8)
 INHERITS = Stroke(MUTED, 1.3)
+"""Links have the colours that the drawings of traces use; the store, which these do not show, has one of its own."""
 
 
 def text_width(text: str, size: float, *, bold: bool = False, mono: bool = False) -> float:
@@ -230,6 +233,18 @@ class Canvas:
             f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{radius:g}" fill="{look.fill}" stroke="{look.line}" stroke-width="1.3"/>'
         )
         self.text(x, y + size * 0.36, label, size=size, bold=True, anchor="middle", colour=INK)
+
+    def mark(self, x: float, y: float, shape: str, colour: str, size: float = 4) -> None:
+        """A data point: `circle`, `square` or `triangle`."""
+        if shape == "circle":
+            self._parts.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{size:g}" fill="{colour}"/>')
+            return
+        half = size * 0.95
+        corners = [(-half, -half), (half, -half), (half, half), (-half, half)]
+        if shape == "triangle":
+            corners = [(0, -size * 1.2), (size * 1.1, half), (-size * 1.1, half)]
+        places = " ".join(f"{_n(x + dx)},{_n(y + dy)}" for dx, dy in corners)
+        self._parts.append(f'<polygon points="{places}" fill="{colour}"/>')
 
     def line(self, a: Point, b: Point, colour: str = RULE, width: float = 1, dash: str = "") -> None:
         dashed = f' stroke-dasharray="{dash}"' if dash else ""

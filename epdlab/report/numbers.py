@@ -20,8 +20,9 @@ _ABSENT = object()
 def resolve(macro: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """The text of `FILE:dotted.path` or `FILE:dotted.path|SPEC`.
 
-    A key may hold dots itself (`runs.sglang-0.5.17.sends`); list elements are named by their place. SPEC is a Python
-    format spec, such as `.2f`; without one, integers get thousands separators and floats three significant digits.
+    A key may hold dots itself (`runs.sglang-0.5.17.sends`). An element of a list is named by its place or by what it
+    holds (`sizes.bytes=65536.ratio`). SPEC is a Python format spec, such as `.2f`; without one, integers get thousands
+    separators and floats three significant digits.
 
     Args:
         results: gives each result file by name; raises UsageError for one that is not there.
@@ -44,8 +45,8 @@ def find(value: Any, keys: Sequence[str]) -> Any:
     """The value under a path, or a marker that no JSON value equals; longer keys (with dots) are tried last."""
     if not keys:
         return value
-    if isinstance(value, list) and keys[0].isdigit() and int(keys[0]) < len(value):
-        return find(value[int(keys[0])], keys[1:])
+    if isinstance(value, list):
+        return find(_element(value, keys[0]), keys[1:])
     if not isinstance(value, Mapping):
         return _ABSENT
     for length in range(1, len(keys) + 1):
@@ -53,6 +54,13 @@ def find(value: Any, keys: Sequence[str]) -> Any:
         if key in value and (found := find(value[key], keys[length:])) is not _ABSENT:
             return found
     return _ABSENT
+
+
+def _element(values: list[Any], key: str) -> Any:
+    field, named, wanted = key.partition("=")
+    if named:
+        return next((v for v in values if isinstance(v, Mapping) and str(v.get(field)) == wanted), _ABSENT)
+    return values[int(key)] if key.isdigit() and int(key) < len(values) else _ABSENT
 
 
 def show(value: Any, spec: str = "") -> str:

@@ -28,7 +28,7 @@ PALE = "#F3F4F6"
 TINT = "#FBE7DC"
 
 SIZE = 9.5
-CHAR = 0.62  # width of a character, in font sizes; wide enough for every common sans-serif
+CHAR = 0.59  # width of a character, in font sizes; wide enough for every common sans-serif
 
 Side = Literal["l", "c", "r"]
 Head = Literal["normal", "vee", "none", "dot", "odot", "tee"]
@@ -36,7 +36,7 @@ Head = Literal["normal", "vee", "none", "dot", "odot", "tee"]
 
 def text_width(text: str, size: float = SIZE) -> float:
     """An upper bound of a text's width, in points."""
-    return len(text) * size * CHAR
+    return (len(text) + 0.8) * size * CHAR
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Canvas:
         if ground is not None:
             more |= {"style": "filled", "fillcolor": ground, "shape": "box", "penwidth": "0"}
         label = text + {"l": "\\l", "c": "", "r": "\\r"}[side]
-        self._node(centre, y, width, size + 3, label, fontsize=size, fontcolor=colour, tip=tip, **more)
+        self._node(centre, y, width, size * 1.5, label, fontsize=size, fontcolor=colour, tip=tip, **more)
 
     def box(
         self,
@@ -93,25 +93,60 @@ class Canvas:
         striped: bool = False,
         pen: float = 0.8,
         tip: str = "",
+        name: str = "",
     ) -> None:
-        """A rectangle with its top left corner at x, y. `striped` hatches it in `fill` on white."""
+        """A rectangle, its top left corner at x, y. `striped` hatches it in `fill` on white; `name` is for `ends`."""
         styles = ["striped" if striped else "filled"] + ["rounded"] * round_ + ["dashed"] * dashed
         paint = ":".join([fill, "white"] * max(2, round(width / 7))) if striped else fill
         more = {"fontname": "Helvetica-Bold"} if bold else {}
         self._node(
-            x + width / 2, y + height / 2, width, height, text, shape="box", style=",".join(styles), fillcolor=paint,
-            color=line, fontcolor=colour, fontsize=size, penwidth=pen, tip=tip, **more,
-        )  # fmt: skip
+            x + width / 2,
+            y + height / 2,
+            width,
+            height,
+            text,
+            shape="box",
+            style=",".join(styles),
+            fillcolor=paint,
+            color=line,
+            fontcolor=colour,
+            fontsize=size,
+            penwidth=pen,
+            tip=tip,
+            name=name,
+            **more,
+        )
 
     def mark(
-        self, x: float, y: float, shape: str, fill: str, *, line: str = INK, size: float = 6.0, text: str = "",
-        colour: str = "white", tip: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        shape: str,
+        fill: str,
+        *,
+        line: str = INK,
+        size: float = 6.0,
+        text: str = "",
+        colour: str = "white",
+        tip: str = "",
+    ) -> None:
         """A small symbol (`circle`, `diamond`, `triangle`, `square`, `octagon`) centred at x, y."""
         self._node(
-            x, y, size, size, text, shape=shape, style="filled", fillcolor=fill, color=line, penwidth=0.9,
-            fontsize=size * 0.72, fontcolor=colour, fontname="Helvetica-Bold", tip=tip,
-        )  # fmt: skip
+            x,
+            y,
+            size,
+            size,
+            text,
+            shape=shape,
+            style="filled",
+            fillcolor=fill,
+            color=line,
+            penwidth=0.9,
+            fontsize=size * 0.72,
+            fontcolor=colour,
+            fontname="Helvetica-Bold",
+            tip=tip,
+        )
 
     def badge(self, x: float, y: float, number: int, tip: str = "") -> None:
         """An invariant's number in a red disc."""
@@ -131,24 +166,32 @@ class Canvas:
         tip: str = "",
         ends: tuple[str, str] | None = None,
     ) -> None:
-        """A straight line, with an arrow head at its end. `ends` names the lanes it joins, for readers of the DOT."""
-        reach = 0.0 if head == "none" else {"dot": 4.0, "odot": 4.0, "tee": 1.0}.get(head, 6.5 + width)
+        """A straight line, with an arrow head at its end. `ends` names the boxes it joins, for readers of the DOT."""
         length = max(((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5, 1e-6)
+        if head == "normal":  # the pen widens the head beyond its point
+            x1, y1 = x1 - (x1 - x0) * width / length, y1 - (y1 - y0) * width / length
+        reach = 0.0 if head == "none" else {"dot": 4.0, "odot": 4.0, "tee": 1.0}.get(head, 5.5 + 0.8 * width)
         bx, by = x1 - (x1 - x0) * reach / length, y1 - (y1 - y0) * reach / length
         thirds = [(x0 + (bx - x0) * k / 3, y0 + (by - y0) * k / 3) for k in range(4)]
         pos = " ".join(self._at(x, y) for x, y in thirds)
         if head != "none":
             pos = f"e,{self._at(x1, y1)} {pos}"
-        tail, tip_node = ends or ("o", "o")
+        tail, tip_node = ends or ("_page", "_page")
         attributes = _attributes(
-            pos=pos, color=colour, penwidth=width, style=style, arrowhead=head, arrowsize=0.55 + 0.08 * width,
-            dir="none" if head == "none" else "forward", tooltip=tip or " ",
-        )  # fmt: skip
+            pos=pos,
+            color=colour,
+            penwidth=width,
+            style=style,
+            arrowhead=head,
+            arrowsize=0.55 + 0.08 * width,
+            dir="none" if head == "none" else "forward",
+            tooltip=tip or " ",
+        )
         self._lines.append(f"{_quoted(tail)} -> {_quoted(tip_node)} {attributes}")
 
     def dot(self) -> str:
         """The page as DOT. Lines lie under nodes; nodes lie in the order they were drawn."""
-        corners = [("o", 0.0, 0.0), ("corner", self.width, self.height)]
+        corners = [("_page", 0.0, 0.0), ("_corner", self.width, self.height)]
         frame = [f'{name} [style=invis, shape=point, width=0, pos="{self._at(x, y)}"]' for name, x, y in corners]
         body = "\n  ".join([*frame, *self._lines])
         head = (
@@ -158,12 +201,23 @@ class Canvas:
         )
         return f"digraph trace {{\n  {head}\n  {body}\n}}\n"
 
-    def _node(self, x: float, y: float, width: float, height: float, label: str, *, tip: str = "", **more: object) -> None:
+    def _node(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        label: str,
+        *,
+        tip: str = "",
+        name: str = "",
+        **more: object,
+    ) -> None:
         self._count += 1
         attributes = _attributes(
             pos=self._at(x, y), width=width / 72, height=height / 72, label=label, tooltip=tip or " ", **more
         )
-        self._lines.append(f"n{self._count} {attributes}")
+        self._lines.append(f"{_quoted(name or f'_{self._count}')} {attributes}")
 
     def _at(self, x: float, y: float) -> str:
         return f"{_number(x)},{_number(-y)}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..steps import Event
+from epdlab.steps import Event
+
 from .breach import Breach, breach
 
 Ask = tuple[str | None, int | None, int | None]

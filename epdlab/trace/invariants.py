@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ..steps import Event
+from epdlab.steps import Event
+
 from .breach import INVARIANTS, Breach, Invariant
 from .handoff_checks import HandoffChecks
 from .memory_checks import MemoryChecks

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from ..steps import Event
+from epdlab.steps import Event
+
 from .breach import Breach, breach
 
 Live = tuple[int, str, int]
@@ -135,7 +136,8 @@ class MemoryChecks:
         """Memory of a process went away: which writes in flight needed it?"""
         for write in self._writes:
             if write.source and write.event.process == event.process:
-                self._check_source(write, f"lost its source region {event.region} before it ended", (write.index, index))
+                how = f"lost its source region {event.region} before it ended"
+                self._check_source(write, how, (write.index, index))
             if write.destination and write.rank_process == event.process:
                 self._check_destination(write, f"lost {event.region} before it ended:", (write.index, index))
 
@@ -156,8 +158,8 @@ class MemoryChecks:
         if registered and memory.slot_of(event.req, start, start + size):
             return
         write.destination = False
-        where = f"memory of {write.rank_process} that is " + (f"no slot of {event.req}" if registered else "unregistered")
-        text = f"{_write(event)} {how} {where}"
+        lack = f"no slot of {event.req}" if registered else "unregistered"
+        text = f"{_write(event)} {how} memory of {write.rank_process} that is {lack}"
         self._report(breach("destination_unsafe", text, events, event.req, event.part, event.rank))
 
 

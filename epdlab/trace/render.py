@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 import graphviz
 
-from ..errors import EpdLabError, UsageError
+from epdlab.errors import EpdLabError, UsageError
 
 Layout = Literal["fixed", "dot"]
 Format = Literal["svg", "png"]
@@ -92,7 +92,7 @@ def render(dot: str, format_: Format, layout: Layout = "fixed") -> bytes:
     """
     engine, positions = ("neato", 2) if layout == "fixed" else ("dot", None)
     try:
-        return graphviz.pipe(engine, format_, dot.encode(), neato_no_op=positions, quiet=True)
+        return bytes(graphviz.pipe(engine, format_, dot.encode(), neato_no_op=positions, quiet=True))
     except graphviz.ExecutableNotFound:
         raise DotMissing("no figure without Graphviz: `apt-get install graphviz` or `brew install graphviz`") from None
     except graphviz.CalledProcessError as error:

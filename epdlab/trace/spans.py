@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..steps import Event
+from epdlab.steps import Event
 
 OK = ("ok", 0, None)
 

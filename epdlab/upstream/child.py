@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import LabError
 
-START_S = 240.0
+START_S = 600.0
 ANSWER_S = 90.0
 END_S = 10.0
 INSIDE = Path(__file__).with_name("inside.py")

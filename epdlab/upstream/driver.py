@@ -135,7 +135,7 @@ class Play:
         await self.encoder.control("hold", key=self._key(step))
 
     async def _held(self, step: Step) -> None:
-        await self.encoder.await_held(self._key(step))
+        await self.encoder.wait("await_held", key=self._key(step))
 
     async def _release(self, step: Step) -> None:
         ranks = self.ranks if step.rank is None else [self.ranks[step.rank]]
@@ -151,7 +151,10 @@ class Play:
         await self.encoder.control("owner_deregisters")
 
     async def _cleanup(self, step: Step) -> None:
-        await self.encoder.await_cleanup(self.request)
+        await self.encoder.wait("await_cleanup", request=self.request, done=False)
+
+    async def _refused(self, step: Step) -> None:
+        await self.encoder.wait("await_refused")
 
     def _key(self, step: Step) -> str:
         return self.ranks[step.rank or 0].key
@@ -199,7 +202,7 @@ async def play(scenario: Scenario, release: str, encoder: Encoder, ranks: list[R
         statuses.update(str(task.result()[0]) for _, task in one.sends)
         fresh = state["events"]
         if scenario.settle:
-            await encoder.await_cleanup(one.request)
+            await encoder.wait("await_cleanup", request=one.request, done=True)
             later = await encoder.control("take")
             settled = {"live_regions": calls.live_regions(fresh + later["events"]), "embeddings_held": later["held"]}
             fresh = fresh + later["events"]

@@ -51,13 +51,9 @@ class Encoder:
             raise LabError(f"the upstream encoder did not come to {do!r} in {WAIT_S:g} s; run it alone on a quiet machine")
         return dict(answer)
 
-    async def await_held(self, key: str) -> None:
-        """Waits until a write to `key` is held."""
-        await self.control("await_held", key=key, seconds=WAIT_S)
-
-    async def await_cleanup(self, request: str) -> None:
-        """Waits until the clean-up of `request` has begun."""
-        await self.control("await_cleanup", request=request, seconds=WAIT_S)
+    async def wait(self, do: str, **words: Any) -> None:
+        """One of the `await_*` control words; at most WAIT_S seconds."""
+        await self.control(do, seconds=WAIT_S, **words)
 
     async def end(self) -> None:
         """Ends the server."""

@@ -55,7 +55,11 @@ class Wire:
             await send(message)
 
         CALLER.set(request.get("session_id"))
-        await self._app(scope, _replay(body, receive), watched)
+        self._recorder.serving += 1
+        try:
+            await self._app(scope, _replay(body, receive), watched)
+        finally:
+            self._recorder.serving -= 1
 
     def _note(self, path: str, request: Message, reply: Message) -> None:
         try:
@@ -142,9 +146,17 @@ class Control:
         """Waits until a write to `key` is held."""
         return {"came": await _until(lambda: self.recorder.is_held(key), seconds)}
 
-    async def await_cleanup(self, request: str, seconds: float) -> Message:
-        """Waits until the release's clean-up of `request` has begun."""
-        return {"came": await _until(lambda: stage.cleanup_began(self._release, self._encoder, request), seconds)}
+    async def await_quiet(self, seconds: float) -> Message:
+        """Waits until every request that came was answered."""
+        return {"came": await _until(lambda: self.recorder.serving == 0, seconds)}
+
+    async def await_refused(self, seconds: float) -> Message:
+        """Waits until a registration of the release was refused."""
+        return {"came": await _until(lambda: self.recorder.refused, seconds)}
+
+    async def await_cleanup(self, request: str, done: bool, seconds: float) -> Message:
+        """Waits until the release's clean-up of `request` has begun, or is done."""
+        return {"came": await _until(lambda: stage.cleaned_up(self._release, self._encoder, request, done), seconds)}
 
 
 async def _until(holds: Callable[[], bool], seconds: float) -> bool:

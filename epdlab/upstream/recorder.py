@@ -30,31 +30,31 @@ class Hold:
     """Keeps one write from reaching the engine until it is let go."""
 
     def __init__(self) -> None:
-        self.arrived = threading.Event()
-        self._let_go = threading.Event()
+        self.let_go = threading.Event()
 
     def wait(self) -> None:
-        """Called by the write: says that it is here, waits."""
-        self.arrived.set()
-        self._let_go.wait(HOLD_LIMIT_S)
-
-    def let_go(self) -> None:
-        """The write goes on."""
-        self._let_go.set()
+        """Called by the write: waits until it is let go."""
+        self.let_go.wait(HOLD_LIMIT_S)
 
 
 class Recorder:
     """The log of one process, and the holds and faults armed in it.
 
     An event is a flat dict: `op`, `rc`, `began` and `ended` (CLOCK_MONOTONIC nanoseconds), `caller`, and what the op is about.
+
+    Attributes:
+        refused: whether a registration of the release was refused since the last `disarm`.
+        serving: requests of the hand-off whose reply is not complete.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
         self._holds: dict[str, Hold] = {}
-        self._waiting: dict[str, Hold] = {}
+        self._taken: dict[str, Hold] = {}
         self._faults: dict[str, int] = {}
+        self.refused = False
+        self.serving = 0
 
     def note(self, op: str, *, began: int | None = None, **facts: Any) -> None:
         """Adds one event that ends now; without `began` it has no length."""
@@ -75,46 +75,38 @@ class Recorder:
             self._holds[key] = Hold()
 
     def is_held(self, key: str) -> bool:
-        """Whether a write to `key` is waiting."""
+        """Whether a write to `key` came and is waiting, or did wait."""
         with self._lock:
-            hold = self._waiting.get(key)
-        return hold is not None and hold.arrived.is_set()
+            return key in self._taken
 
     def release(self, keys: list[str]) -> None:
-        """Lets the waiting writes to `keys` go, all at once; a hold that nothing reached is taken away."""
+        """Lets the waiting writes to `keys` go, all at once."""
         with self._lock:
-            for key in keys:
-                self._holds.pop(key, None)
-            holds = [self._waiting.pop(key) for key in keys if key in self._waiting]
+            holds = [self._taken[key] for key in keys if key in self._taken]
         for hold in holds:
-            hold.let_go()
+            hold.let_go.set()
 
     def disarm(self) -> None:
         """Takes every hold and fault away; writes that are held go on."""
         with self._lock:
-            holds = list(self._waiting.values())
-            self._waiting.clear()
-            self._holds.clear()
-            self._faults.clear()
+            holds = list(self._taken.values())
+            self._taken, self._holds, self._faults, self.refused = {}, {}, {}, False
         for hold in holds:
-            hold.let_go()
+            hold.let_go.set()
 
     def fail(self, key: str, code: int) -> None:
         """The next write to `key` answers `code` and never reaches the engine."""
         with self._lock:
             self._faults[key] = code
 
-    def pass_write(self, key: str) -> int | None:
-        """Called by every write: waits if it is held, and gives the code it shall answer, if any."""
+    def meet(self, key: str) -> tuple[Hold | None, int | None]:
+        """Called by every write that begins: the hold it has to wait for, the code it shall answer instead of writing."""
         with self._lock:
             name = key if key in self._holds else ANY
             hold = self._holds.pop(name, None)
             if hold is not None:
-                self._waiting[name] = hold
-            fault = self._faults.pop(key if key in self._faults else ANY, None)
-        if hold is not None:
-            hold.wait()
-        return fault
+                self._taken[name] = hold
+            return hold, self._faults.pop(key if key in self._faults else ANY, None)
 
 
 class RecordedEngine:
@@ -131,6 +123,7 @@ class RecordedEngine:
         """Registers for the release, or for another owner whom a scenario puts in its way."""
         began = time.monotonic_ns()
         code = int(self.raw.register_memory(address, length))
+        self._recorder.refused |= code != 0 and owner == "release"
         self._recorder.note("register", began=began, address=address, bytes=length, rc=code, owner=owner)
         return code
 
@@ -144,9 +137,10 @@ class RecordedEngine:
     def transfer_sync_write(self, session: str, source: int, target: int, length: int) -> int:
         """One write; it counts as begun when the release asks for it, also while it is held."""
         began = time.monotonic_ns()
-        fault = self._recorder.pass_write(destination(session, target))
+        hold, fault = self._recorder.meet(destination(session, target))
+        if hold is not None:
+            hold.wait()
         code = fault if fault is not None else int(self.raw.transfer_sync_write(session, source, target, length))
-        self._recorder.note(
-            "transfer", began=began, address=source, bytes=length, rc=code, session=session, target=target, injected=fault is not None
-        )
+        facts = {"address": source, "bytes": length, "rc": code, "session": session, "injected": fault is not None}
+        self._recorder.note("transfer", began=began, **facts)
         return code

@@ -19,6 +19,7 @@ ENCODER_VERBS = {
     "occupy": "another owner registers the embedding's memory from byte `value` to its end, before the encoder can",
     "send": "the rank posts /send; the reply is not awaited",
     "held": "wait until the rank's write is held",
+    "refused": "wait until a registration of the encoder was refused",
     "release": "the rank's held write goes on; without a rank all of them do, at once",
     "finish": "wait for the replies of the rank's /send calls; without a rank, of all",
     "cleanup": "wait until the encoder's clean-up of the request has begun",
@@ -31,7 +32,7 @@ RECEIVER_VERBS = {
     "release": "the held write goes on",
     "run": "the schedulers run until request `value` is ready or given up, at most a few seconds where one rank is alone",
     "look": "compare the landing memory that request `value` was given with what it asked for",
-    "written": "wait until the released write has ended",
+    "answered": "wait until the encoder has answered everything that was asked of it",
 }
 
 
@@ -75,7 +76,7 @@ class Scenario:
     repeat: int = 3
     modality: Literal["IMAGE", "VIDEO"] = "IMAGE"
     receive_count: bool = True
-    send_timeout: float = 60.0
+    send_timeout: float = 20.0
     settle: bool = False
     global_cache: bool = False
     pool_mib: int = 0
@@ -218,7 +219,7 @@ _ENCODER = (
         "And when two siblings write a cached embedding at once?",
         (
             *(Step("encode"), Step("hold", 0), Step("send", 0), Step("held", 0)),
-            *(Step("send", 1), Step("finish", 1), Step("release", 0), Step("finish", 0)),
+            *(Step("send", 1), Step("refused"), Step("release", 0), Step("finish")),
         ),
         global_cache=True,
         releases=("0.5.23",),
@@ -228,7 +229,7 @@ _ENCODER = (
 _REUSE = (
     *(Step("hold"), Step("ask", value=1), Step("held"), Step("run", value=1)),
     *(Step("ask", value=2), Step("run", value=2), Step("look", value=2)),
-    *(Step("release"), Step("written"), Step("run", value=2), Step("look", value=2)),
+    *(Step("release"), Step("answered"), Step("run", value=2), Step("look", value=2)),
 )
 
 _RECEIVER = (
@@ -257,7 +258,7 @@ _RECEIVER = (
         tp=1,
         nbytes=MIB,
         pool_mib=1,
-        wait_timeout=1.5,
+        wait_timeout=2.5,
         repeat=1,
     ),
     Scenario(
@@ -268,17 +269,17 @@ _RECEIVER = (
         tp=1,
         nbytes=MIB,
         pool_mib=1,
-        http_timeout=1.5,
+        http_timeout=2.5,
         repeat=1,
     ),
     Scenario(
         "landing_per_request_deadline",
         "The same without a pool: is the landing buffer deregistered and freed under the write?",
-        (Step("hold"), Step("ask", value=1), Step("held"), Step("run", value=1), Step("release"), Step("written")),
+        (Step("hold"), Step("ask", value=1), Step("held"), Step("run", value=1), Step("release"), Step("answered")),
         role="receiver",
         tp=1,
         nbytes=MIB,
-        wait_timeout=1.5,
+        wait_timeout=2.5,
         repeat=1,
     ),
 )

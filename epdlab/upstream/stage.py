@@ -310,9 +310,9 @@ def set_global_cache(release: Release, encoder: Any, on: bool) -> None:
     encoder._compute_global_cache_embedding = assemble
 
 
-def cleanup_began(release: Release, encoder: Any, request: str) -> bool:
-    """Whether the release has begun to clean `request` up, or never knew it."""
+def cleaned_up(release: Release, encoder: Any, request: str, done: bool) -> bool:
+    """Whether the release has begun to clean `request` up (`done`: whether it is through), or never knew it."""
     if not release.new_layout:
         return request not in encoder.embedding_to_send
     state = encoder.req_states.get(request)
-    return state is None or state.release_requested
+    return state is None or (state.release_requested and not done)

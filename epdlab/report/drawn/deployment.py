@@ -74,8 +74,8 @@ def _hand_off(canvas: Canvas, top: int, rank: int) -> None:
 
 
 def _store(canvas: Canvas) -> None:
-    canvas.rect(ENC_X, STORE_Y, 848, 132, c.Look(c.GREEN, "#f3faf7"), radius=8)
-    canvas.text(ENC_X + 12, STORE_Y + 120, "Mooncake Store: everything green needs the master", size=12.5, bold=True, colour="#00694d")
+    canvas.rect(ENC_X, STORE_Y, 848, 132, c.Look(c.STORE.line, "#fdf7fa"), radius=8)
+    canvas.text(ENC_X + 12, STORE_Y + 120, "Mooncake Store: everything in this colour needs the master", size=12.5, bold=True, colour="#8a3f66")
     canvas.text(850, STORE_Y + 120, "The rest finds its peer by handshake and needs no master", size=12, anchor="end", colour=c.MUTED)
     canvas.box(330, STORE_Y + 26, 200, 62, c.STORE, "mooncake_master", ["keys, replicas, leases, free space", "never touches the bytes"], centre=True, size=12)
     canvas.box(40, STORE_Y + 26, 190, 62, c.STORE, "donor: segment", ["embedding objects"], centre=True, size=12)

@@ -9,14 +9,14 @@ from .. import canvas as c
 from ..canvas import Canvas, Look, Stroke
 
 LANES: tuple[tuple[str, str, float, Look], ...] = (
-    ("client", "", 76, c.PLAIN),
-    ("tokenizer", "prefill host", 236, c.PREFILL),
-    ("prefill ranks", "a process each", 430, c.PREFILL),
-    ("encode server", "rank 0", 654, c.ENCODER),
-    ("decode", "", 806, c.DECODE),
+    ("client", "", 72, c.PLAIN),
+    ("tokenizer", "prefill host", 262, c.PREFILL),
+    ("prefill ranks", "a process each", 452, c.PREFILL),
+    ("encode server", "rank 0", 664, c.ENCODER),
+    ("decode", "", 810, c.DECODE),
 )
 CLIENT, TOKENIZER, RANKS, ENCODER, DECODE = (x for _, _, x, _ in LANES)
-TOP, MESSAGE, WORK, PHASE = 62, 40, 50, 14
+TOP, MESSAGE, WORK, PHASE = 62, 40, 50, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ ROWS: tuple[Phase | Message | Work, ...] = (
     Message(CLIENT, TOKENIZER, c.HTTP, "request, media"),
     Work([(TOKENIZER, c.PREFILL, ("split the items into parts,", "one encoder for each part"))]),
     Message(TOKENIZER, RANKS, c.LOCAL, "request and plan", "N"),
-    Phase("Phase 1: learn the size", ("before any landing memory", "exists")),
+    Phase("Phase 1: learn the size", ("before landing memory", "is set aside")),
     Message(RANKS, ENCODER, c.HTTP, "POST /encode: what to encode", "N × P"),
     Work([(ENCODER, c.ENCODER, ("siblings folded; preprocess;", "vision tower once a part"))]),
     Message(ENCODER, RANKS, c.HTTP, "reply: bytes, rows, width", "N × P"),
@@ -102,15 +102,15 @@ def _bands(canvas: Canvas, bottom: float) -> None:
     y, tops = float(TOP), []
     for row in ROWS:
         if isinstance(row, Phase):
-            tops.append((y, row))
+            tops.append((y + 10 * bool(tops), row))
         y += row.height
     ends = [top for top, _ in tops[1:]] + [bottom]
     for number, ((top, phase), end) in enumerate(zip(tops, ends, strict=True)):
         fill = "#f6f8fa" if number % 2 == 0 else c.PAPER
         canvas.rect(8, top, 864, end - top, Look(fill, fill), radius=4)
         if phase.lines:
-            canvas.text(18, top + 22, phase.title, bold=True)
-            canvas.lines(18, top + 40, phase.lines, size=11.5, colour=c.MUTED, step=15)
+            canvas.text(CLIENT + 14, top + 22, phase.title, bold=True)
+            canvas.lines(CLIENT + 14, top + 40, phase.lines, size=11.5, colour=c.MUTED, step=15)
 
 
 def _message(canvas: Canvas, row: Message, y: float) -> None:

@@ -1,0 +1,20 @@
+"""Benchmarks: ratios within one run, medians, and the limit measured beside each figure. Tests assert none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+Say = Callable[[str], None]
+
+
+def run(name: str, quick: bool, write: bool, say: Say) -> dict[str, Any]:
+    """Run one benchmark; its figures, kept in results/bench_NAME.json if `write`."""
+    module = import_module(f".{name}", __name__)
+    answer: dict[str, Any] = getattr(module, f"bench_{name}")(quick, say)
+    if write:
+        from ..report.results import write_result
+
+        say(f"kept in {write_result(f'bench_{name}', answer, f'python -m epdlab bench {name} --write')}")
+    return answer

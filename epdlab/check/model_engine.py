@@ -1,0 +1,340 @@
+"""An executable model of Mooncake's contract: memory, regions, codes, and one-sided writes that have a begin and an end.
+
+It answers what `engine.MooncakeEngine` answers (0.3.13.post1), except where RDMA verbs are stricter than TCP: those
+rules are listed in `STRICTER`, and a differential test holds both engines together. What the model does not
+reproduce is listed in `NOT_MODELLED`. No sockets, threads or torch pass through this module.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import BadBuffer, EngineNotReady
+from ..ports import Buffer, EnginePort
+
+OK, OVERLAP, UNKNOWN, FAILED = 0, -7, -3, -1
+POISON = 0xDD
+CELL = 16
+
+Mode = Literal["r", "c", "w"]
+Touch = Callable[[tuple[object, ...], Mode], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """One rule in which the model follows RDMA and Mooncake's TCP transport is laxer.
+
+    Attributes:
+        tcp, model: the code of the write on either.
+    """
+
+    name: str
+    sentence: str
+    tcp: int = OK
+    model: int = FAILED
+
+
+STRICTER: dict[str, Strictness] = {
+    rule.name: rule
+    for rule in (
+        Strictness("source_unregistered", "a write whose source is in no live region"),
+        Strictness("source_spans_regions", "a write whose source lies in two adjacent regions, none of which covers it"),
+        Strictness("source_withdrawn", "a write whose source region is deregistered before it ends"),
+        Strictness("destination_withdrawn", "a write whose destination region is deregistered before it ends"),
+    )
+}
+
+NOT_MODELLED: dict[str, str] = {
+    "pooled_connection": "with MC_TCP_ENABLE_CONNECTION_POOL=1 the write after a rejected one may answer -1 too, "
+    "because the peer is closing the pooled connection; the one after that can take a second",
+    "atomic_batch_write": "a batch write that fails may have written some of its ranges; the model writes those before "
+    "the first bad one",
+    "bandwidth": "a write takes as long as the schedule says, whatever its size",
+}
+
+
+def _untouched(_: tuple[object, ...], __: Mode) -> None:
+    """Nobody wants to know what is touched."""
+
+
+class ModelMemory:
+    """One process's memory: a small byte array. Freed ranges are poisoned and reused, lowest address first."""
+
+    def __init__(self, nbytes: int = 4096, base: int = 0x10000, owner: str = "", touch: Touch = _untouched) -> None:
+        self.base, self.owner, self.touch = base, owner, touch
+        self.bytes = bytearray([POISON]) * nbytes
+        self._holes: list[tuple[int, int]] = [(base, nbytes)]
+
+    def take(self, nbytes: int) -> Buffer:
+        """A fresh buffer, at the lowest address where it fits.
+
+        Raises:
+            BadBuffer: no room, or a length that is not positive.
+        """
+        if nbytes <= 0:
+            raise BadBuffer(f"cannot allocate {nbytes} bytes; ask for at least 1")
+        need = -(-nbytes // CELL) * CELL
+        for at, (start, length) in enumerate(self._holes):
+            if length >= need:
+                self._holes[at : at + 1] = [(start + need, length - need)] if length > need else []
+                self.touch_range("w", start, nbytes)
+                return ModelBuffer(_Storage(self, start, need), start, nbytes)
+        raise BadBuffer(f"the model's memory has no room for {nbytes} bytes; make it larger")
+
+    def give(self, start: int, length: int) -> None:
+        """A range comes back (its last reference went)."""
+        self.touch_range("w", start, length)
+        self.write(start, bytes([POISON]) * length)
+        holes = sorted([*self._holes, (start, length)])
+        self._holes = holes[:1]
+        for start, length in holes[1:]:
+            last, size = self._holes[-1]
+            if last + size == start:
+                self._holes[-1] = (last, size + length)
+            else:
+                self._holes.append((start, length))
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        at = address - self.base
+        return bytes(self.bytes[at : at + nbytes])
+
+    def write(self, address: int, data: bytes) -> None:
+        at = address - self.base
+        self.bytes[at : at + len(data)] = data
+
+    def touch_range(self, mode: Mode, address: int, nbytes: int) -> None:
+        for cell in range(address // CELL, (address + nbytes - 1) // CELL + 1):
+            self.touch(("memory", self.owner, cell), mode)
+
+
+class _Storage:
+    """A range of memory, held by every buffer cut from it; it goes back when the last of them lets go."""
+
+    __slots__ = ("length", "memory", "start")
+
+    def __init__(self, memory: ModelMemory, start: int, length: int) -> None:
+        self.memory, self.start, self.length = memory, start, length
+
+    def __del__(self) -> None:
+        self.memory.give(self.start, self.length)
+
+
+class ModelBuffer:
+    """A buffer in model memory (see `ports.Buffer`)."""
+
+    __slots__ = ("_address", "_storage", "nbytes")
+
+    def __init__(self, storage: _Storage, address: int, nbytes: int) -> None:
+        self._storage: _Storage | None = storage
+        self._address, self.nbytes = address, nbytes
+
+    @property
+    def _held(self) -> _Storage:
+        if self._storage is None:
+            raise BadBuffer("buffer was freed; allocate a new one")
+        return self._storage
+
+    @property
+    def address(self) -> int:
+        if self._storage is None:
+            raise BadBuffer("buffer was freed; allocate a new one")
+        return self._address
+
+    def synchronize(self) -> None:
+        """Nothing runs behind our back here."""
+
+    def fill(self, data: bytes) -> None:
+        self._held.memory.touch_range("w", self._address, self.nbytes)
+        self._held.memory.write(self._address, data)
+
+    def digest(self) -> str:
+        memory = self._held.memory
+        memory.touch_range("r", self._address, self.nbytes)
+        return f"{zlib.crc32(memory.read(self._address, self.nbytes)):08x}"
+
+    def slice(self, offset: int, nbytes: int) -> ModelBuffer:
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise BadBuffer(f"[{offset}, {offset + nbytes}) is outside of {self.nbytes} bytes; slice inside the buffer")
+        return ModelBuffer(self._held, self._address + offset, nbytes)
+
+    def free(self) -> None:
+        self._storage = None
+
+    def __repr__(self) -> str:
+        return f"ModelBuffer({self.nbytes} bytes{', freed' if self._storage is None else ''})"
+
+
+class Fabric:
+    """Which engine answers under which session."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, ModelEngine] = {}
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """A one-sided write in flight. `failed` once it cannot succeed any more; its bytes land in two halves."""
+
+    engine: ModelEngine
+    peer: ModelEngine | None
+    source: int
+    target: int
+    nbytes: int
+    failed: bool = False
+    late: bool = False
+
+    def land(self, start: int, stop: int) -> None:
+        """Bytes [start, stop) of the write arrive, as the source holds them now."""
+        if self.peer is not None and stop > start:
+            data = self.engine.memory.read(self.source + start, stop - start)
+            self.peer.memory.write(self.target + start, data)
+
+    def touch(self, mode: Mode) -> None:
+        self.engine.touch_regions("r", self.source, self.nbytes)
+        if self.peer is not None:
+            self.peer.touch_regions("r", self.target, self.nbytes)
+            self.peer.memory.touch_range(mode, self.target, self.nbytes)
+
+
+Hold = Callable[[Write], Awaitable[None]]
+
+
+class ModelEngine:
+    """One engine of the fabric.
+
+    Args:
+        hold: awaited between the begin and the end of every write; without it a write is over at once.
+        touch: told which regions and memory every call reads ("r") or changes ("w").
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        session_id: str,
+        memory: ModelMemory,
+        hold: Hold | None = None,
+        touch: Touch = _untouched,
+    ) -> None:
+        self.fabric, self.session_id, self.memory = fabric, session_id, memory
+        self.regions: dict[int, int] = {}
+        self.alive = True
+        self._hold, self._touch = hold, touch
+        fabric.engines[session_id] = self
+
+    # ---- regions -------------------------------------------------------------------------------------------------
+
+    def register(self, address: int, nbytes: int) -> int:
+        self._live()
+        self.touch_regions("w", address, nbytes)
+        if any(address < start + length and start < address + nbytes for start, length in self.regions.items()):
+            return OVERLAP
+        self.regions[address] = nbytes
+        return OK
+
+    def deregister(self, address: int) -> int:
+        self._live()
+        nbytes = self.regions.pop(address, None)
+        self.touch_regions("w", address, nbytes or 1)
+        return UNKNOWN if nbytes is None else OK
+
+    def register_batch(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        """All or nothing: a refused range takes back those before it."""
+        done: list[int] = []
+        for address, nbytes in zip(addresses, lengths, strict=True):
+            code = self.register(address, nbytes)
+            if code != OK:
+                for earlier in done:
+                    self.deregister(earlier)
+                return code
+            done.append(address)
+        return OK
+
+    def deregister_batch(self, addresses: Sequence[int]) -> int:
+        """Every address is tried; the code of a failure, if there was one."""
+        codes = [self.deregister(address) for address in addresses]
+        return next((code for code in codes if code != OK), OK)
+
+    def covers(self, address: int, nbytes: int) -> bool:
+        """Whether one live region holds the whole range."""
+        return any(start <= address and address + nbytes <= start + size for start, size in self.regions.items())
+
+    def touch_regions(self, mode: Mode, address: int, nbytes: int) -> None:
+        for cell in range(address // CELL, (address + nbytes - 1) // CELL + 1):
+            self._touch(("regions", self.session_id, cell), mode)
+
+    # ---- writes --------------------------------------------------------------------------------------------------
+
+    async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
+        """Half of the bytes land at the begin, the rest at the end; both need both sides covered."""
+        write = self.begin(session_id, source, target, nbytes)
+        if self._hold is not None:
+            await self._hold(write)
+        return self.end(write)
+
+    async def write_batch(
+        self, session_id: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
+    ) -> int:
+        for source, target, nbytes in zip(sources, targets, lengths, strict=True):
+            code = await self.write(session_id, source, target, nbytes)
+            if code != OK:
+                return code
+        return OK
+
+    def begin(self, session_id: str, source: int, target: int, nbytes: int) -> Write:
+        self._live()
+        write = Write(self, self.fabric.engines.get(session_id), source, target, nbytes)
+        write.touch("w")
+        write.failed = not self._possible(write)
+        if not write.failed:
+            write.land(0, nbytes // 2)
+        return write
+
+    def end(self, write: Write) -> int:
+        """The write's code. A late one answers -1 now and lands with `land_late`."""
+        write.touch("w")
+        write.failed = write.failed or not self._possible(write)
+        if write.failed or write.late:
+            return FAILED
+        write.land(write.nbytes // 2, write.nbytes)
+        return OK
+
+    def land_late(self, write: Write) -> bool:
+        """The rest of a write that had answered -1 arrives, if its destination is still registered (TCP's rule: the
+        source is read unchecked)."""
+        write.touch("w")
+        peer = write.peer
+        landed = not write.failed and peer is not None and peer.alive and peer.covers(write.target, write.nbytes)
+        if landed:
+            write.land(write.nbytes // 2, write.nbytes)
+        return landed
+
+    def _possible(self, write: Write) -> bool:
+        """RDMA's rule: a live peer, and one live region over each side."""
+        peer = write.peer
+        if peer is None or not (peer.alive and self.alive):
+            return False
+        return self.covers(write.source, write.nbytes) and peer.covers(write.target, write.nbytes)
+
+    # ---- the rest ------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Buffer:
+        return self.memory.take(nbytes)
+
+    def close(self) -> None:
+        """Dead to its peers from now on. Idempotent."""
+        self.alive = False
+        self.regions.clear()
+
+    def _live(self) -> None:
+        if not self.alive:
+            raise EngineNotReady("the engine is closed; create a new one")
+
+    def __repr__(self) -> str:
+        return f"ModelEngine({self.session_id}, {len(self.regions)} regions{'' if self.alive else ', closed'})"
+
+
+_: type[Buffer] = ModelBuffer
+__: type[EnginePort] = ModelEngine

@@ -1,0 +1,106 @@
+"""The race, counted: sibling /send calls of one part on the real engine, request after request.
+
+All ranks' sends are brought to the point where their write may start (or were refused) and let go together (or `stagger_ms` apart,
+without that barrier). Owns the counting; the sends are real, from one process per rank to a real encode server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..rules import Rule, profile
+from ..steps import Event
+from ..trace.invariants import check
+from .lab import Lab
+
+NIC_SLICES = 16
+SILENT_DEADLINE_S = 1.0
+OPERATIONS = {"register": "mr.register", "deregister": "mr.deregister", "transfer": "transfer.write"}
+
+
+@dataclass(frozen=True)
+class RaceOptions:
+    """What `epdlab race` takes. `bytes`: of the embedding; `stagger_ms`: between the ranks' requests."""
+
+    profile: str = "hardened"
+    tp: int = 2
+    bytes: int = 64 << 10
+    repeat: int = 50
+    stagger_ms: float = 0.0
+    nic: bool = False
+    out: Path | None = None
+
+
+def run_race(options: RaceOptions, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Run the race; counts of raw engine codes, of broken invariants, and of what each rank got.
+
+    Raises:
+        UsageError: nothing to repeat, or an unknown profile.
+    """
+    if options.repeat < 1:
+        raise UsageError(f"--repeat {options.repeat} asks for nothing; use at least 1")
+    chosen: dict[str, Any] = {"tp": options.tp, "profile": options.profile, "nic_slices": NIC_SLICES if options.nic else 0}
+    if not profile(options.profile).has(Rule.NOTIFY_ERRORS):
+        chosen["deadline_s"] = SILENT_DEADLINE_S
+    with Lab(out=options.out, model="synthetic", send_timeout_s=3600.0, **chosen) as lab:
+        outcomes = [_one(lab, options, number, say) for number in range(1, options.repeat + 1)]
+        lab.census()
+        events = lab.events
+    answer = asdict(options) | {"out": None} | _counts(events) | {"received": dict(sum(outcomes, Counter()))}
+    say(summary(answer))
+    return answer
+
+
+def _one(lab: Lab, options: RaceOptions, number: int, say: Callable[[str], None]) -> Counter[str]:
+    together = not options.stagger_ms and not profile(options.profile).write_blocks_loop
+    req_id = f"req{number}"
+    if together:
+        lab.hold("transfer.write")
+        lab.hold("part.release")
+    lab.request(f"bytes:{options.bytes}:{number}", req_id=req_id, stagger_ms=options.stagger_ms)
+    if together:
+        lab.wait_for_ranks(req_id)
+        lab.run()
+    results = lab.result(req_id)
+    if number % max(1, options.repeat // 10) == 0:
+        say(f"{number} of {options.repeat} requests")
+    return Counter(getattr(answer, "kind", "ok") for answer in results.values())
+
+
+def _counts(events: list[Event]) -> dict[str, Any]:
+    violations: dict[str, list[str]] = {}
+    for breach in check(events):
+        requests = violations.setdefault(breach.invariant, [])
+        if breach.req is not None and breach.req not in requests:
+            requests.append(breach.req)
+    return {
+        "ok": not violations,
+        "sends": sum(event.step == "send.serve" and event.phase == "begin" for event in events),
+        "codes": {name: _codes(events, step) for name, step in OPERATIONS.items()},
+        "violations": violations,
+    }
+
+
+def _codes(events: list[Event], step: str) -> dict[str, int]:
+    """Raw codes of the encoder's calls, counted."""
+    codes = Counter(str(e.result) for e in events if e.step == step and e.phase == "end" and e.process == "enc0")
+    return dict(sorted(codes.items()))
+
+
+def summary(answer: dict[str, Any]) -> str:
+    """The counts as lines for people."""
+    lines = [f"{answer['profile']}: {answer['repeat']} requests, {answer['sends']} sends of {answer['bytes']:,} bytes"]
+    lines += [f"  {name:<11}{_listed(codes)}" for name, codes in answer["codes"].items()]
+    lines.append(f"  {'ranks got':<11}{_listed(answer['received'])}")
+    broken = {name: len(requests) for name, requests in answer["violations"].items()}
+    lines.append(f"  {'broken':<11}{_listed(broken) or 'no invariant'}")
+    return "\n".join(lines)
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{key}: {count}" for key, count in counts.items())
