@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .encode_server import Prepared, Tower
 from .engine import TensorBuffer
+from .labels import REQUEST_LABELS
 from .modality import Modality
 from .ports import Buffer
 from .steps import Steps
@@ -126,7 +127,8 @@ class CachedTower:
             if (rows := work.fresh.get(index)) is not None:
                 await asyncio.to_thread(work.place(index, self._device).copy_, rows)
                 data = {"key": work.items[index].key[:16], "from": "forward", "to": "embedding"}
-                self.cache.steps.note("cache.copy", bytes=work.items[index].nbytes, data=data)
+                labels = dict(REQUEST_LABELS.get())
+                self.cache.steps.note("cache.copy", bytes=work.items[index].nbytes, data=data, **labels)
         return TensorBuffer(work.outputs[part])
 
     def _items(self, prepared: Prepared) -> list[Item]:

@@ -176,6 +176,11 @@ def torch_device() -> tuple[str, list[Lack]]:
     return "cpu", [Lack("gpu", problem, "update the driver, or install a build of torch it can run", needed=False)]
 
 
+def bundled_cudart() -> list[Path]:
+    """The CUDA runtimes that pip packages bring: on no loader path, so they are loaded before Mooncake."""
+    return [path for folder in sys.path for path in Path(folder or ".").glob("nvidia/*/lib/libcudart.so.*")]
+
+
 def _mooncake_distributions() -> Iterator[importlib.metadata.Distribution]:
     for folder in dict.fromkeys(sys.path):
         for entry in Path(folder or ".").glob("mooncake_transfer_engine*.dist-info"):
@@ -250,13 +255,8 @@ def _probe(wheels: Mapping[str, str]) -> dict[str, Any]:
     """Which system libraries do not load, and why `mooncake.engine` does not import, if so."""
     needs_cuda = any(VARIANTS.get(name) in ("cuda12", "cuda13") for name in wheels)
     libraries = [*LIBRARIES, *(CUDA_LIBRARIES if needs_cuda else ())]
-    bundled = [str(path) for path in _bundled_cudart()] if needs_cuda else []
+    bundled = [str(path) for path in bundled_cudart()] if needs_cuda else []
     return {"missing": [], **_run_child(_MOONCAKE_PROBE, [libraries, bundled])}
-
-
-def _bundled_cudart() -> list[Path]:
-    """The CUDA runtimes that pip packages bring: on no loader path, so they are loaded before Mooncake."""
-    return [path for folder in sys.path for path in Path(folder or ".").glob("nvidia/*/lib/libcudart.so.*")]
 
 
 def _python_lacks() -> list[Lack]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import mmap
 import os
 import sys
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .doctor import rdma_devices
+from .doctor import bundled_cudart, rdma_devices
 from .errors import (
     BadBuffer,
     DeregistrationRefused,
@@ -158,7 +159,7 @@ class MooncakeEngine:
     ) -> None:
         self.hostname, self.protocol, self.memory = hostname, protocol, memory
         _check_protocol(protocol)
-        self._engine: Any = _load().TransferEngine()
+        self._engine: Any = load_mooncake("engine").TransferEngine()
         code = self._engine.initialize(hostname, "P2PHANDSHAKE", protocol, device)
         if code != 0:
             self._engine = None
@@ -279,13 +280,19 @@ def keep_native_log(path: Path) -> None:
     os.close(log)
 
 
-def _load() -> Any:
+def load_mooncake(module: str) -> Any:
+    """Import `mooncake.MODULE`. A CUDA wheel needs a CUDA runtime that pip puts on no loader path: it is loaded first.
+
+    Raises:
+        EngineNotReady: it cannot be loaded.
+    """
     os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
     try:
-        from mooncake import engine
-    except ImportError as error:
+        for runtime in bundled_cudart():
+            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+        return importlib.import_module(f"mooncake.{module}")
+    except (ImportError, OSError) as error:
         raise EngineNotReady(f"Mooncake cannot be loaded ({error}); run `python -m epdlab doctor`") from None
-    return engine
 
 
 def _check_protocol(protocol: str) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from enum import Enum
 from typing import Any, Protocol
 
-from .errors import LandingFull, StateError
+from .errors import BadBuffer, LandingFull, StateError
 from .ports import Buffer, EnginePort
 from .regions import MemoryRegion, RegionTable
 from .steps import Steps
@@ -163,8 +163,10 @@ class LandingPool(_Slots):
         """Cut a slot, waiting in line for room.
 
         Raises:
+            BadBuffer: not even one byte. StateError: the pool is not open.
             LandingFull: larger than the pool, or too many waiters already.
         """
+        base = self._base
         offset = await self._offset(nbytes)
         try:
             return await self._steps.do(
@@ -175,7 +177,7 @@ class LandingPool(_Slots):
                 **labels,
             )
         except BaseException:
-            if all(slot.address != self._base + offset for slot in self._open.values()):
+            if all(slot.address != base + offset for slot in self._open.values()):
                 self._give_back(offset, self._aligned(nbytes))
             raise
 
@@ -210,6 +212,8 @@ class LandingPool(_Slots):
         return self._buffer.address
 
     async def _offset(self, nbytes: int) -> int:
+        if nbytes <= 0:
+            raise BadBuffer(f"cannot allocate {nbytes} bytes; ask for at least 1")
         need = self._aligned(nbytes)
         if need > self.nbytes:
             raise LandingFull(f"{nbytes} bytes are more than the whole pool of {self.nbytes}; raise --pool-bytes")
@@ -226,11 +230,11 @@ class LandingPool(_Slots):
             raise
 
     def _abandon(self, need: int, turn: asyncio.Future[int]) -> None:
-        if turn.done() and not turn.cancelled():
-            self._give_back(turn.result(), need)
-        else:
-            self._waiting.remove((need, turn))
+        """A waiter was cancelled: before its turn came, or after."""
+        if turn.cancelled():
             self._serve()
+        else:
+            self._give_back(turn.result(), need)
 
     def _aligned(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
@@ -255,13 +259,10 @@ class LandingPool(_Slots):
         self._serve()
 
     def _serve(self) -> None:
-        while self._waiting:
-            need, turn = self._waiting[0]
-            offset = self._first_fit(need)
-            if offset is None:
-                return
-            self._waiting.popleft()
-            turn.set_result(offset)
+        """Give room to whoever waits, in order. One that was cancelled leaves the line here, whoever comes by."""
+        self._waiting = deque(waiter for waiter in self._waiting if not waiter[1].cancelled())
+        while self._waiting and (offset := self._first_fit(self._waiting[0][0])) is not None:
+            self._waiting.popleft()[1].set_result(offset)
 
 
 def _coalesced(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from .link import HttpZmqLink
 from .media import MediaPolicy
 from .modality import Modality
 from .ports import EnginePort
+from .pulse import CountedLink, CountedThreads, pulse
 from .receiver import Item, MMReceiver, Received, ReceiverConfig
 from .regions import RegionTable
 from .rules import DEFAULT_PROFILE, Rule, profile
@@ -102,6 +103,8 @@ class Role:
         self.trace = TraceFile(options.trace) if options.trace is not None else None
         self.control = ControlClient(options.control, options.name) if options.control is not None else None
         self.steps = Steps(options.name, self.trace, self.control)
+        self.threads = CountedThreads()
+        asyncio.get_running_loop().set_default_executor(self.threads)
         self._stop = asyncio.Event()
 
     async def serve(self, data: dict[str, Any], operations: dict[str, Operation]) -> None:
@@ -126,6 +129,12 @@ class Role:
         if self.trace is not None:
             self.trace.close()
 
+    def pulse(self, link: CountedLink) -> Operation:
+        async def answer() -> dict[str, int]:
+            return await pulse(link, self.threads)
+
+        return answer
+
     def census(self, count: Callable[[], dict[str, int]]) -> Operation:
         async def answer() -> dict[str, int]:
             counts = count()
@@ -139,7 +148,8 @@ async def run_encoder(options: EncoderOptions, announce: Callable[[str], None] =
     """Serve /encode and /send until told to stop."""
     role = Role(options)
     engine = _engine(options)
-    link, clock, chosen = HttpZmqLink(options.host, options.port), LoopClock(), profile(options.profile)
+    link, clock = CountedLink(HttpZmqLink(options.host, options.port)), LoopClock()
+    chosen = profile(options.profile)
     config = EncoderConfig(options.send_timeout_s, options.quarantine_s, options.digest)
     sliced = SlicedEngine(engine, role.steps, options.nic_slices) if options.nic_slices else None
     port: EnginePort = sliced or engine
@@ -155,6 +165,7 @@ async def run_encoder(options: EncoderOptions, announce: Callable[[str], None] =
         operations: dict[str, Operation] = {
             "census": role.census(encoder.census),
             "state": _answers(lambda: encoder_state(encoder)),
+            "pulse": role.pulse(link),
             "fire": _fires(clock),
         } | vision.operations
         await role.serve(data, operations)
@@ -173,7 +184,7 @@ async def run_prefill(
     """Serve the lab as one rank; or, started by hand, do `work` and end."""
     role = Role(options)
     engine = _engine(options)
-    link, clock, chosen = HttpZmqLink(options.host), LoopClock(), profile(options.profile)
+    link, clock, chosen = CountedLink(HttpZmqLink(options.host)), LoopClock(), profile(options.profile)
     landing = await _landing(options, engine, role.steps)
     config = ReceiverConfig(
         rank=options.rank,
@@ -196,6 +207,7 @@ async def run_prefill(
             "cancel": rank.cancel,
             "census": role.census(receiver.census),
             "state": _answers(lambda: receiver_state(receiver, landing)),
+            "pulse": role.pulse(link),
             "fire": _fires(clock),
         }
         await role.serve(data, operations)

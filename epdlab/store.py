@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError, one_line
+from .labels import REQUEST_LABELS
 from .page_memory import PageMemory
 from .pages import Entry, PagePool
 from .steps import Steps
@@ -175,7 +176,7 @@ class EmbeddingCache:
         """
         hold = Hold(self.pool, items)
         try:
-            await self.steps.wait("cache.lookup", lambda: self._lookup(hold), lambda _: {"data": _found(hold)})
+            await self.steps.wait("cache.lookup", lambda: self._lookup(hold), lambda _: {"data": _found(hold)}, **_labels())
         except Exception as error:
             self._went_wrong("lookup", error)
         self.counters.local_hit += sum(entry is not None for entry in hold.entries)
@@ -345,6 +346,7 @@ class EmbeddingCache:
             bytes=sum(fill.item.object_bytes for fill in fills),
             peer="store",
             data=data,
+            **_labels(),
         )
         self._count(step.removeprefix("cache."), outcomes)
         return outcomes
@@ -372,7 +374,7 @@ class EmbeddingCache:
             self.counters.evicted += self.pool.evict(victim)
 
         data = {"key": _short(victim.key)}
-        await self.steps.do("cache.evict", evict, bytes=victim.nbytes, data=data)
+        await self.steps.do("cache.evict", evict, bytes=victim.nbytes, data=data, **_labels())
 
     def _settle(self, fill: _Fill, good: bool) -> None:
         """The filling has ended. A good entry is pinned for all who wait before the filler lets go of it."""
@@ -401,6 +403,7 @@ class EmbeddingCache:
             lambda: asyncio.to_thread(copied),
             bytes=entry.nbytes,
             data={"key": _short(entry.key), "from": ends[0], "to": ends[1], "runs": len(entry.runs)},
+            **_labels(),
         )
         return done is True
 
@@ -433,6 +436,10 @@ def _found(hold: Hold) -> dict[str, Any]:
     expected = sum(hold.expected)
     keys = [_short(item.key) for item in hold.items]
     return {"keys": keys, "local": here, "global": expected - here, "missing": len(hold.items) - expected}
+
+
+def _labels() -> dict[str, Any]:
+    return dict(REQUEST_LABELS.get())
 
 
 def _short(key: str) -> str:

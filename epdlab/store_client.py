@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from .errors import BadBuffer, EpdLabError, UsageError
+from .engine import load_mooncake
+from .errors import BadBuffer, EngineNotReady, EpdLabError, UsageError
 from .ports import Buffer
 
 log = logging.getLogger(__name__)
@@ -353,7 +354,6 @@ def _load() -> Any:
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", "5000")
     try:
-        from mooncake import store
-    except ImportError as error:
-        raise StoreUnavailable(f"Mooncake cannot be loaded ({error}); run `python -m epdlab doctor`") from None
-    return store
+        return load_mooncake("store")
+    except EngineNotReady as error:
+        raise StoreUnavailable(str(error)) from None

@@ -65,16 +65,17 @@ class Item:
 def checksum(pieces: Iterable[Bytes]) -> int:
     """A 32-bit checksum of the pieces' bytes in order, several times faster than CRC-32 over all of them.
 
-    A CRC-32 over the sums (modulo 2^64) of each 2 KiB row and of each 8-byte column: the sums catch a changed word and
+    A CRC-32 over the length and the sums (modulo 2^64) of each 2 KiB row and of each 8-byte column: the sums catch a changed word and
     words that changed places, the CRC catches rows that did. All pieces but the last must be whole rows; how the bytes
     are split does not matter.
     """
-    crc, columns = 0, np.zeros(ROW_BYTES // 8, np.uint64)
+    crc, nbytes, columns = 0, 0, np.zeros(ROW_BYTES // 8, np.uint64)
     for piece in pieces:
+        nbytes += len(piece)
         whole = len(piece) - len(piece) % ROW_BYTES
         for start in range(0, whole, _BLOCK_BYTES):
             rows = piece[start : min(start + _BLOCK_BYTES, whole)].view(np.uint64).reshape(-1, len(columns))
             crc = zlib.crc32(np.add.reduce(rows, axis=1).data, crc)
             columns += np.add.reduce(rows, axis=0)
         crc = zlib.crc32(piece[whole:].data, crc)
-    return zlib.crc32(columns.data, crc)
+    return zlib.crc32(nbytes.to_bytes(8, "little"), zlib.crc32(columns.data, crc))

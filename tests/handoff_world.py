@@ -128,6 +128,10 @@ class Hand:
     def run(self) -> None:
         """Forget all patterns and let everything go."""
         self.patterns, self._left = [], []
+        self.run_held_only()
+
+    def run_held_only(self) -> None:
+        """Let what waits go; patterns stay."""
         for held in list(self.waiting):
             self.go(held)
 
@@ -269,9 +273,9 @@ class World:
         if not ready():
             await within(waiter)
 
-    async def settled(self) -> None:
-        """Wait until nothing runs any more; what waits for a timer of its own may wait on."""
-        while tasks := {task for holder in [*self.encoders, *self.ranks] for task in holder._tasks}:
+    async def settled(self, *holders: MMEncoder | MMReceiver) -> None:
+        """Wait until nothing runs any more (in these, if given); what waits for a timer of its own may wait on."""
+        while tasks := {task for holder in holders or [*self.encoders, *self.ranks] for task in holder._tasks}:
             await within(asyncio.wait(tasks))
 
     def check(self) -> None:

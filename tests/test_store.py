@@ -20,6 +20,7 @@ from epdlab.child import Child
 from epdlab.donor import Donor
 from epdlab.engine import TensorBuffer
 from epdlab.errors import BadBuffer, LabError, UsageError
+from epdlab.labels import REQUEST_LABELS
 from epdlab.master import MooncakeMaster
 from epdlab.media import MediaPolicy
 from epdlab.modality import Modality
@@ -92,9 +93,11 @@ async def test_one_request_with_hits_and_misses_makes_one_lookup_one_get_one_for
         await first.embed(*hits)
         await first.settled()
         second.events.clear()
+        REQUEST_LABELS.set({"req": "r1", "part": 2})
         assert await second.right(hits[0], "bytes:5000:112", hits[1], "bytes:64:113")
         await second.settled()
         assert second.inner.forwards == [[112, 113]]
+        assert {(event.req, event.part) for event in second.events} == {("r1", 2)}
         begun = [event.step for event in second.events if event.phase == "begin"]
         assert [begun.count(f"cache.{step}") for step in ("lookup", "get", "put")] == [1, 1, 1]
         assert [event.bytes for event in second.steps_of("cache.get")] == [71000 + 2 * 64]
@@ -332,27 +335,37 @@ async def test_no_segment_at_all(master: MooncakeMaster) -> None:
     assert enc.counts == {"miss": 1, "local_hit": 1, "refused": 1}
 
 
-async def test_writer_killed_in_mid_put(master: MooncakeMaster, donor: Donor, tmp_path: Path) -> None:
+async def test_writer_killed_in_mid_put(tmp_path: Path) -> None:
+    item = "bytes:4000000:1"
+    async with (
+        MooncakeMaster(tmp_path / "master.log", flags={"put_start_discard_timeout_sec": 500}) as master,
+        Donor(master.address, 32 * MIB, tmp_path / "donor.log") as donor,
+        encoders(master.address, None, None) as (enc, other),
+    ):
+        await donor_frozen_while_a_writer_dies(master, donor, tmp_path, item)
+        for one in (enc, other):
+            assert await one.right(item)
+            await one.settled()
+            assert one.counts == {"miss": 1}
+        [entry] = enc.tower.cache.pool.entries
+        assert enc.tower.cache.store is not None
+        into = [(enc.tower.cache.memory.buffer.address + 4 * MIB, 4000064)]
+        assert await enc.tower.cache.store.get([entry.key], [into]) == [Outcome.NOT_READY]
+
+
+async def test_the_key_of_a_killed_writer_becomes_writable_again(
+    master: MooncakeMaster, donor: Donor, tmp_path: Path
+) -> None:
     item = "bytes:4000000:1"
     async with encoders(master.address, None, None) as (enc, other):
         await donor_frozen_while_a_writer_dies(master, donor, tmp_path, item)
-        assert await enc.right(item)
-        assert enc.counts == {"miss": 1}
-        await enc.settled()
-        assert await other.right(item)
-        await other.settled()
-
-        async def readable() -> bool:
-            for cache in (enc.tower.cache, other.tower.cache):
-                for entry in cache.pool.entries:
-                    cache.pool.evict(entry)
-            assert await enc.right(item)
-            await enc.settled()
-            assert await other.right(item)
-            return other.counts.get("global_hit", 0) > 0
-
         for _ in range(100):
-            if await readable():
+            for one in (enc, other):
+                for entry in one.tower.cache.pool.entries:
+                    one.tower.cache.pool.evict(entry)
+                assert await one.right(item)
+                await one.settled()
+            if other.counts.get("global_hit", 0):
                 break
             await asyncio.sleep(0.1)
         else:
@@ -528,7 +541,8 @@ async def test_no_master_is_an_error_at_once() -> None:
         await StoreClient(StoreConfig("somewhere")).open()
 
 
-async def test_another_server_is_no_master() -> None:
+async def test_another_server_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(StoreUnavailable, match="no mooncake_master of this release"):

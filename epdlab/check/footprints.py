@@ -1,7 +1,7 @@
 """What a move touches: the things it reads ("r"), changes ("w"), or changes in a way that commutes ("c").
 
 Two moves are independent, and their order does not matter, if nothing is touched by both, or only in one same mode
-that is "r" or "c". The ports of a world say what they touch (memory, regions, sockets, replies). This module adds what
+that is "r" or "c". A join ("j") is a change that waited for everybody who touched the thing with "c". The ports of a world say what they touch (memory, regions, sockets, replies). This module adds what
 happens inside the sender and the receiver, where one process shares state between its tasks, and what the judge of the
 trace compares across processes. Over-stating a footprint costs time; under-stating one loses orders: a test holds the
 reduced search against the full one.
@@ -10,7 +10,7 @@ reduced search against the full one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..encode_server import EmbeddingData
 from ..landing import LandingPool
@@ -31,7 +31,7 @@ def independent(one: Footprint, other: Touched) -> bool:
     """Whether the order of two moves does not matter; `other` is a footprint as a dict."""
     for thing, mode in one:
         also = other.get(thing)
-        if also is not None and (also != mode or mode == "w"):
+        if also is not None and (also != mode or mode in "wj"):
             return False
     return True
 
@@ -84,31 +84,17 @@ def observe(event: Event, touch: Touch) -> None:
 
 # ---- what happens inside the sender and the receiver -----------------------------------------------------------------
 
-_ENCODER_READS: dict[str, tuple[str, ...]] = {
-    "encode.serve": ("entry",),
-    "encode.forward": ("entry",),
-    "send.lookup": ("entry", "region"),
-    "mr.register": ("region",),
-    "ack.push": ("entry",),
-    "part.release": ("entry", "sends"),
-    "timer.fire": ("entry", "sends"),
-}
-_QUIET_RANK_STEPS = {
-    ("encode.post", "begin"): ("rank",),
-    ("encode.post", "end"): ("rank",),
-    ("send.post", "begin"): ("posts",),
-    ("send.post", "end"): ("posts",),
-}
-_RANK_STEPS = frozenset({"landing.alloc", "mr.register", "ack.pull", "landing.read"})
-
 
 class Footprints:
     """Takes the footprint of one move after the other."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._early = world.profile.early_release
-        self._keeps = world.profile.has(Rule.KEEP_EMBEDDING)
+        rules = world.profile
+        self._early, self._shared = rules.early_release, rules.has(Rule.SHARED_REGISTRATION)
+        self._drains = rules.has(Rule.DRAIN_BEFORE_RELEASE)
+        self._mortal = world.striker.fault is not None and world.striker.fault.kind == "encoder_dies"
+        self._ranks = range(world.scenario.tp)
         self._parts = self._encoder_state()
         self._pools = self._pool_state()
 
@@ -118,62 +104,116 @@ class Footprints:
         world.touched = {}
         events = len(world.events)
         world.take(move)
+        noisy = any(map(_is_trouble, world.events[events:]))
         if move.process == ENCODER:
-            self._encoder_move(move, self._noisy(events))
+            self._encoder_move(move, noisy)
         else:
-            self._rank_move(move, self._noisy(events))
+            self._rank_move(move, noisy)
         footprint = tuple(world.touched.items())
         world.touched = None
         return footprint
 
-    def _noisy(self, since: int) -> bool:
-        """Whether the move met an error or ended a request."""
-        return any(
-            event.step == "request.finish" or (event.result.__class__ is str and event.result != "ok")
-            for event in self._world.events[since:]
-        )
-
-    # ---- one encoder ---------------------------------------------------------------------------------------------
-
-    def _encoder_state(self) -> dict[str, tuple[Any, ...]]:
-        encoder = self._world.encoder
-        parts = {id(part): part for part in (*encoder.parts.values(), *encoder.releasing)}
-        return {part.key: _part_state(part, part.key in encoder.parts) for part in parts.values()}
+    # ---- the encoder: what a step reads goes by its name, what it changes is found by comparing ----------------------
 
     def _encoder_move(self, move: Move, noisy: bool) -> None:
-        touch, key = self._world.touch, f"{move.req}/part{move.part}"
-        if move.step == "process.kill":
-            touch(("process",), "w")
-        else:
-            touch(("process",), "r")
-        for group in _ENCODER_READS.get(move.step, ()):
-            touch((group, key), "r")
-        if move.step in ("timer.fire", "part.release"):
-            touch(("entry", key), "w")
-            touch(("sends", key), "w")
-        if move.step in ("mr.deregister", "embedding.drop") and move.rank is None:
-            touch(("region", key), "w")
-            touch(("entry", key), "w")
-        if noisy or not self._keeps:
-            touch(("entry", key), "r")
-        self._changes(self._encoder_state())
-        if move.step == "encode.forward" and move.phase == "end":
+        touch, key, step, before = self._world.touch, f"{move.req}/part{move.part}", move.step, self._parts
+        self._parts = now = self._encoder_state()
+        if self._mortal:
+            touch(("process",), "w" if step == "process.kill" else "r")
+        if step == "encode.serve":
+            touch(("known", key), "r")
+        elif step == "send.lookup":
+            self._lookup(key, before.get(key, _NO_PART))
+        elif step == "encode.forward" and move.phase == "end":
             touch(("queue",), "w")
+        elif move.rank is None:
+            self._cleans_up(step, key)
+        if noisy:
+            touch(("known", key), "r")
+            touch(("state", key), "r")
+        if before != now:
+            self._changes(before, now)
 
-    def _changes(self, now: dict[str, tuple[Any, ...]]) -> None:
-        before, self._parts = self._parts, now
+    def _lookup(self, key: str, part: PartState) -> None:
+        touch = self._world.touch
+        touch(("known", key), "r")
+        if part.known:
+            touch(("buffer", key), "r")
+            if not part.buffer:
+                touch(("state", key), "r")
+            if self._shared:
+                touch(("registrar", key), "r" if part.registrar else "w")
+
+    def _cleans_up(self, step: str, key: str) -> None:
+        touch = self._world.touch
+        if step == "timer.fire":
+            touch(("state", key), "w")
+        elif step == "part.release":
+            if self._drains:
+                touch(("sends", key), "c")
+            touch(("suspect", key), "r")
+            touch(("kept", key), "r")
+        elif step in ("mr.deregister", "embedding.drop"):
+            if self._drains:
+                touch(("sends", key), "j")
+            touch(("kept", key), "r")
+
+    def _changes(self, before: dict[str, PartState], now: dict[str, PartState]) -> None:
         touch = self._world.touch
         for key in {**before, **now}:
             old, new = before.get(key, _NO_PART), now.get(key, _NO_PART)
-            if old == new:
-                continue
             if old is _NO_PART:
                 touch(("queue",), "w")
-            for group, mode, at in (("entry", "w", 0), ("region", "w", 1), ("sends", "c", 2), ("served", "w", 3)):
-                if old[at] != new[at] and (self._early or group != "served"):
-                    touch((group, key), mode)  # type: ignore[arg-type]
+            for group, mode, was, is_ in zip(PartState._fields, _MODES, old, new, strict=True):
+                if was != is_:
+                    touch((group, key), mode)
+            if self._early and new.served >= len(self._ranks):
+                touch(("state", key), "r")
 
-    # ---- ranks ---------------------------------------------------------------------------------------------------
+    def _encoder_state(self) -> dict[str, PartState]:
+        encoder = self._world.encoder
+        parts = {part.key: self._part_state(part, False) for part in encoder.releasing}
+        for key, part in encoder.parts.items():
+            parts[key] = self._part_state(part, True)
+        return parts
+
+    def _part_state(self, part: EmbeddingData, known: bool) -> PartState:
+        served = max(part.served_calls, len(part.served_ranks)) if self._early else 0
+        return PartState(
+            known,
+            (part.state, part.error is None),
+            part.buffer is not None,
+            len(part.kept_regions),
+            part.sends if self._drains else 0,
+            served,
+            part.suspect,
+            part.shared_region is not None or part.registering.locked(),
+        )
+
+    # ---- ranks: one thing each, but for steps that wait for each other in any order ----------------------------------
+
+    def _rank_move(self, move: Move, noisy: bool) -> None:
+        touch, step = self._world.touch, move.step
+        rank, posts = ("rank", move.process, move.req), ("posts", move.process, move.req)
+        if self._mortal and step in ("encode.post", "send.post"):
+            touch(("process",), "r")
+        if step == "encode.post" and not noisy:
+            touch(rank, "c")
+        elif step == "send.post" and not noisy:
+            touch(posts, "c")
+        elif step == "landing.alloc":
+            touch(rank, "j")
+        else:
+            touch(rank, "w")
+            if noisy or step in ("request.cancel", "timer.fire"):
+                touch(posts, "w")
+            elif step in ("mr.deregister", "landing.free", "landing.quarantine") and self._drains:
+                touch(posts, "j")
+    def _pool_changes(self) -> None:
+        before, self._pools = self._pools, self._pool_state()
+        for process, state in self._pools.items():
+            if before[process] != state:
+                self._world.touch(("pool", process), "w")
 
     def _pool_state(self) -> dict[str, object]:
         landings = {rank.steps.process: rank.landing for rank in self._world.ranks}
@@ -183,36 +223,24 @@ class Footprints:
             if isinstance(landing, LandingPool)
         }
 
-    def _rank_move(self, move: Move, noisy: bool) -> None:
-        touch = self._world.touch
-        quiet = None if noisy else _QUIET_RANK_STEPS.get((move.step, move.phase))
-        if move.step in POSTS:
-            touch(("process",), "r")
-        if quiet is not None:
-            for group in quiet:
-                touch((group, move.process, move.req), "c")
-        else:
-            touch(("rank", move.process, move.req), "w")
-            if noisy or move.step not in _RANK_STEPS:
-                touch(("posts", move.process, move.req), "w")
-        before, self._pools = self._pools, self._pool_state()
-        for process, state in self._pools.items():
-            if before.get(process) != state:
-                touch(("pool", process), "w")
+
+class PartState(NamedTuple):
+    """What different steps read and change of a part on the encoder."""
+
+    known: bool
+    state: tuple[object, bool]
+    buffer: bool
+    kept: int
+    sends: int
+    served: int
+    suspect: bool
+    registrar: bool
 
 
-POSTS = frozenset({"encode.post", "send.post"})
+_NO_PART = PartState(False, (None, True), False, 0, 0, 0, False, False)
+_MODES: tuple[Mode, ...] = ("w", "w", "w", "w", "c", "w", "w", "w")
 
 
-def _part_state(part: EmbeddingData, known: bool) -> tuple[Any, ...]:
-    """Four groups of a part's state that different steps read and change: entry, region, sends, served."""
-    region = part.shared_region
-    return (
-        (known, part.state, part.buffer is None, part.error is None, part.described.is_set(), part.ready.is_set()),
-        (None if region is None else (region.name, region.state), part.registering.locked(), len(part.kept_regions)),
-        part.sends,
-        (part.served_calls, len(part.served_ranks), part.suspect),
-    )
-
-
-_NO_PART: tuple[Any, ...] = ((False,), None, 0, (0, 0, False))
+def _is_trouble(event: Event) -> bool:
+    """An error, or a request that did not end well."""
+    return event.result.__class__ is str and event.result not in ("ok", "dropped")

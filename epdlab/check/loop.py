@@ -17,11 +17,17 @@ Ready = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """Runs callbacks in the order they became ready. Time stands still unless `now` is set."""
+    """Runs callbacks in the order they became ready. Time stands still unless `now` is set.
+
+    It keeps the *cause* of every task: a bit mask of the moves the task was made by, passed, and heard of by messages.
+    `moves` is how many moves there have been.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.moves = 0
         self.tasks: list[asyncio.Task[Any]] = []
+        self.causes: dict[asyncio.Task[Any] | None, int] = {None: 0}
         self._ready: deque[Ready] = deque()
 
     def run_ready(self) -> None:
@@ -38,13 +44,25 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def abandon(self) -> None:
         """Let go of every task that has not ended, without running it any further."""
-        self._ready.clear()
-        for task in self.tasks:
-            if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                _close(task.get_coro())
+        outer = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            for task in self.tasks:  # it grows while tasks clean up
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    _close(task.get_coro())
+        finally:
+            events._set_running_loop(outer)
         self.tasks.clear()
         self._ready.clear()
+
+    def cause(self) -> int:
+        """The cause of the task that runs now."""
+        return self.causes[asyncio.current_task(self)]
+
+    def heard(self, cause: int) -> None:
+        """The task that runs now got a message of that cause."""
+        self.causes[asyncio.current_task(self)] |= cause
 
     # ---- what asyncio asks of a loop -----------------------------------------------------------------------------
 
@@ -57,6 +75,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name or "task")
         self.tasks.append(task)
+        self.causes[task] = 1 << self.moves >> 1
         return task
 
     def create_future(self) -> asyncio.Future[Any]:

@@ -19,7 +19,7 @@ OK, OVERLAP, UNKNOWN, FAILED = 0, -7, -3, -1
 POISON = 0xDD
 CELL = 16
 
-Mode = Literal["r", "c", "w"]
+Mode = Literal["r", "c", "w", "j"]
 Touch = Callable[[tuple[object, ...], Mode], None]
 
 

@@ -16,6 +16,8 @@ from .model_engine import Touch
 
 PORTS_PER_PROCESS = 1000
 
+Answer = tuple[int, bytes | Exception]
+
 
 class Network:
     """Everything that is connected: HTTP servers by URL, ack sockets by port."""
@@ -24,7 +26,7 @@ class Network:
         self.loop, self.touch = loop, touch
         self.servers: dict[str, tuple[str, dict[str, Handler]]] = {}
         self.sockets: dict[int, ModelAcks] = {}
-        self._replies: dict[asyncio.Future[bytes], tuple[str, str]] = {}
+        self._replies: dict[asyncio.Future[Answer], tuple[str, str]] = {}
 
     def kill(self, process: str) -> None:
         """A process is gone: who waits for its replies learns it."""
@@ -42,12 +44,16 @@ class Network:
         self._replies[reply] = (client, server[0])
         self.loop.create_task(self._answer(reply, client, server[1][slash + path], body))
         try:
-            return await reply  # type: ignore[no-any-return]
+            cause, answer = await reply
         except asyncio.CancelledError:
             self.touch(("inbox", client), "w")
             raise
+        self.loop.heard(cause)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    async def _answer(self, reply: asyncio.Future[bytes], client: str, handler: Handler, body: bytes) -> None:
+    async def _answer(self, reply: asyncio.Future[Answer], client: str, handler: Handler, body: bytes) -> None:
         try:
             answer: bytes | Exception = await handler(body)
         except EpdLabError as error:
@@ -56,15 +62,11 @@ class Network:
             answer = EpdLabError(one_line(error))
         self._settle(reply, client, answer)
 
-    def _settle(self, reply: asyncio.Future[bytes], client: str, answer: bytes | Exception) -> None:
+    def _settle(self, reply: asyncio.Future[Answer], client: str, answer: bytes | Exception) -> None:
         self.touch(("inbox", client), "c")
         del self._replies[reply]
-        if reply.done():
-            return
-        if isinstance(answer, Exception):
-            reply.set_exception(answer)
-        else:
-            reply.set_result(answer)
+        if not reply.done():
+            reply.set_result((self.loop.cause(), answer))
 
 
 class ModelAcks:
@@ -72,13 +74,13 @@ class ModelAcks:
 
     def __init__(self, network: Network, port: int) -> None:
         self._network, self.port = network, port
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[tuple[int, bytes]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         network.sockets[port] = self
         network.touch(("port", port), "w")
 
     def deliver(self, frame: bytes) -> None:
-        self._frames.append(frame)
+        self._frames.append((self._network.loop.cause(), frame))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -86,7 +88,9 @@ class ModelAcks:
         while not self._frames:
             self._waiter = self._network.loop.create_future()
             await self._waiter
-        return self._frames.popleft()
+        cause, frame = self._frames.popleft()
+        self._network.loop.heard(cause)
+        return frame
 
     def close(self) -> None:
         self._network.touch(("port", self.port), "w")

@@ -117,24 +117,35 @@ class Search:
                 return True
             if depth == len(nodes):
                 self.states += 1
-                nodes.append(self._node(enabled, waited))
+                nodes.append(self._node(world, enabled, waited))
             move = nodes[depth].next()
             if move is None:
                 return False
             self._take(world, footprints, depth, move)
             depth += 1
 
-    def _node(self, enabled: list[Move], waited: bool) -> Node:
+    def _node(self, world: World, enabled: list[Move], waited: bool) -> Node:
         """The next node: what was enabled before keeps its birth; what is new was brought up by the last move."""
         if not self._nodes:
             node = Node(dict.fromkeys(enabled, 0), {})
         else:
-            depth, last = len(self._nodes), self._nodes[-1]
-            birth = (1 << depth) - 1 if waited else last.past | 1 << depth - 1
-            born = {move: last.enabled.get(move, birth) for move in enabled}
+            last = self._nodes[-1]
+            born = {m: last.enabled[m] if m in last.enabled else self._birth(world, m, waited) for m in enabled}
             node = Node(born, {m: f for m, f in last.asleep.items() if m in born and independent(f, last.touched)})
         node.todo = enabled if self.reduction == "none" else [m for m in enabled if m not in node.asleep][:1]
         return node
+
+    def _birth(self, world: World, move: Move, waited: bool) -> int:
+        """What must come before a move that is new: what brought it up, and what its task did and heard."""
+        depth = len(self._nodes)
+        if waited:
+            return (1 << depth) - 1
+        birth, causes = 0, world.causes.get(move, 0) | 1 << depth - 1
+        while causes:
+            latest = causes.bit_length() - 1
+            birth |= self._nodes[latest].past | 1 << latest
+            causes &= ~birth
+        return birth
 
     def _take(self, world: World, footprints: Footprints, depth: int, move: Move) -> None:
         node = self._nodes[depth]
@@ -163,10 +174,10 @@ class Search:
                 if other == mode != "w":
                     continue
                 past |= nodes[index].past | 1 << index
-                if not born >> index & 1:
+                if not born >> index & 1 and not (mode == "j" and other == "c"):
                     hidden |= nodes[index].past
                     rivals.append(index)
-                if other == "w":
+                if other in "wj":
                     break
             entries.append((depth, mode))
         node.past = past

@@ -36,6 +36,9 @@ POOL_BYTES = 256
 MEMORY_BYTES = 1024
 
 
+Held = tuple[Point, asyncio.Future[Decision], asyncio.Task[Any] | None]
+
+
 class ModelTower:
     """A vision tower whose embeddings are a pattern of their item's number."""
 
@@ -68,6 +71,7 @@ class World:
         waiting: the steps that wait at the gate, in the order they came.
         writes: the writes in flight, by the move that ends them. late: those that have answered and will land.
         events: the trace so far.
+        causes: per waiting step, a bit mask of the moves its own task and the messages it got stem from.
         touched: what was touched since somebody set it to {}; None while nobody wants to know.
     """
 
@@ -76,9 +80,10 @@ class World:
         self.loop = VirtualLoop()
         self.events: list[Event] = []
         self.touched: Touched | None = None
-        self.waiting: dict[Move, tuple[Point, asyncio.Future[Decision]]] = {}
+        self.waiting: dict[Move, Held] = {}
         self.writes: dict[Move, Write] = {}
         self.late: dict[Move, tuple[Point, Write]] = {}
+        self.causes: dict[Move, int] = {}
         self.timers: list[VirtualTimer] = []
         self.requests: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.dead: set[str] = set()
@@ -172,7 +177,9 @@ class World:
         self._seen[labels] = nth + 1
         future: asyncio.Future[Decision] = asyncio.Future(loop=self.loop)
         move = Move(*labels, nth)
-        self.waiting[move] = (point, future)
+        task = asyncio.current_task(self.loop)
+        self.causes[move] = self.loop.causes[task]
+        self.waiting[move] = (point, future, task)
         return move, future
 
     async def _hold_write(self, write: Write) -> None:
@@ -197,8 +204,10 @@ class World:
 
     def take(self, move: Move) -> None:
         """Let a move happen, and run until the world is quiet again."""
+        self.loop.moves += 1
         if move in self.waiting:
-            point, future = self.waiting.pop(move)
+            point, future, task = self.waiting.pop(move)
+            self.loop.causes[task] = 1 << self.loop.moves >> 1
             self._moved = point
             future.set_result(self.striker.decide(point))
         elif move in self.late:
@@ -220,7 +229,7 @@ class World:
     def _settle(self) -> None:
         self.loop.run_ready()
         self.striker.settled()
-        for move, (_, future) in list(self.waiting.items()):
+        for move, (_, future, _) in list(self.waiting.items()):
             if future.cancelled() or move.process in self.dead:
                 del self.waiting[move]
 
@@ -262,7 +271,8 @@ class World:
             self.note(ENCODER, "process.census", data=self.encoder.census())
         for receiver in self.ranks:
             assert isinstance(receiver.link, ModelLink)
-            census = receiver.census() | {"sockets": receiver.link.open_sockets()}
+            regions = len(self.fabric.engines[receiver.steps.process].regions) - self.scenario.pool
+            census = receiver.census() | {"regions": regions, "sockets": receiver.link.open_sockets()}
             self.note(receiver.steps.process, "process.census", data=census)
 
     def defects(self) -> list[BaseException]:

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -28,15 +28,24 @@ import msgspec
 from ..control import Pattern
 from ..errors import LabError, UsageError
 from ..rules import DEFAULT_PROFILE, profile
-from ..steps import GO, Decision, Event, FaultKind, Phase, Steps, TraceFile, read_trace, step_spec
+from ..steps import GO, STEPS, Decision, Event, FaultKind, Phase, Steps, TraceFile, read_trace, step_spec
+from ..trace.invariants import Breach, check
+from ..trace.perfetto import save_perfetto
+from ..trace.render import Drawing
+from ..trace.state import WorldState
 from .controller import Controller, Waiting
+from .force import force
 from .processes import Process
+from .rest import Rest
+from .view import State, draw
 
 T = TypeVar("T")
 
 MAX_TP = 8
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 30.0
+LOOK_TIMEOUT_S = 5.0
+CLEAN_UP = ("mr.deregister", "embedding.drop", "landing.quarantine", "landing.free", "part.release", "timer.fire")
 
 
 class LabConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +109,16 @@ class Lab:
         self._requests: dict[str, Future[dict[str, Any]]] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._answered: Counter[str] = Counter()
+        self._frozen: set[str] = set()
+        self._looked: WorldState | None = None
         self._count = 0
 
     # ---- up and down ---------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Lab:
+    def start(self) -> Lab:
+        """Start every process and wait until it is ready; `close` ends them. The same as `with`."""
+        if self._thread.is_alive():
+            return self
         self._thread.start()
         try:
             self._wait(self._start())
@@ -113,11 +127,17 @@ class Lab:
             raise
         return self
 
+    def __enter__(self) -> Lab:
+        return self.start()
+
+    def __await__(self) -> Generator[Any, None, Lab]:
+        return asyncio.to_thread(self.start).__await__()
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     async def __aenter__(self) -> Lab:
-        return await asyncio.to_thread(self.__enter__)
+        return await asyncio.to_thread(self.start)
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
@@ -135,6 +155,7 @@ class Lab:
     async def _start(self) -> None:
         self._controller = Controller()
         self._trace = TraceFile(self.trace_path)
+        self._rest = Rest(self._controller, self.trace_path, self._live)
         self.steps = Steps("lab", self._trace)
         config = self.config
         encoders = [f"enc{index}" for index in range(config.encoders)]
@@ -244,7 +265,11 @@ class Lab:
         part: int | None = None,
     ) -> None:
         """From now on, hold this step (any process, rank, request, part unless given)."""
-        self._add(Pattern(_known(step), phase, process, rank, req, part))
+        self.hold_like(Pattern(_known(step), phase, process, rank, req, part))
+
+    def hold_like(self, pattern: Pattern) -> None:
+        """From now on, hold what matches (or let it go with the pattern's decision)."""
+        self._add(pattern)
 
     def fault(
         self,
@@ -281,7 +306,15 @@ class Lab:
         Raises:
             LabError: none waited within `timeout_s`; says who waits for what.
         """
-        return self._wait(self._step(Pattern(_known(where.pop("step", "*")), None, **where), timeout_s, decision))
+        return self.step_like(Pattern(_known(where.pop("step", "*")), None, **where), timeout_s, decision)
+
+    def step_like(self, pattern: Pattern, timeout_s: float = STEP_TIMEOUT_S, decision: Decision = GO) -> Waiting:
+        """Let the longest held step that matches go, with a fault or without; which one it was."""
+        return self._wait(self._step(pattern, timeout_s, decision))
+
+    def let_go(self, waiting: Waiting, decision: Decision = GO) -> None:
+        """Let exactly this held step go, with a fault or without."""
+        self._wait(self.controller.release(waiting, decision))
 
     async def _step(self, pattern: Pattern, timeout_s: float, decision: Decision = GO) -> Waiting:
         waiting = await self._appears(pattern, timeout_s)
@@ -338,7 +371,50 @@ class Lab:
         for waiting in list(self.controller.waiting):
             await self.controller.release(waiting)
 
+    def force(self, schedule: Iterable[Any], *, timeout_s: float = STEP_TIMEOUT_S) -> list[Waiting]:
+        """Let the steps of a schedule happen in its order, then let everything go; see `force`."""
+        return force(self, schedule, timeout_s)
+
+    def settle(self, *, timeout_s: float = STEP_TIMEOUT_S) -> list[Waiting]:
+        """Wait until nothing moves: every step is held, or waits for one that is. Who is held, in a stable order.
+
+        Raises:
+            LabError: something still works after `timeout_s`; says what.
+        """
+        self._wait(self._rest.settle(timeout_s))
+        return sorted(self.waiting, key=_protocol_order)
+
     # ---- looking -------------------------------------------------------------------------------------------------
+
+    def state(self, *, addresses: bool = False) -> State:
+        """What every process holds, once nothing moves; what changed since the last look is marked."""
+        moving = ""
+        try:
+            self.settle(timeout_s=LOOK_TIMEOUT_S)
+        except LabError as error:
+            moving = str(error)
+        world, before = WorldState.at(self.events), self._looked
+        self._looked = world
+        waiting = tuple(sorted(self.waiting, key=_protocol_order))
+        return State(world, before, waiting, tuple(self.breaches), moving, addresses)
+
+    def draw(self, kind: str = "sequence", **options: Any) -> Drawing:
+        """The run so far as a `sequence`, `timeline` or `architecture` diagram; `options` as these take them."""
+        return draw(kind, self.events, self.breaches, self.waiting, **options)
+
+    def perfetto(self, path: Path | str) -> Path:
+        """Write the run so far as JSON that ui.perfetto.dev opens."""
+        return save_perfetto(self.events, Path(path), self.breaches)
+
+    @property
+    def breaches(self) -> list[Breach]:
+        """The invariants broken so far; what is open may still end well, unless every request is over."""
+        return check(self.events, complete=not self.pending)
+
+    @property
+    def pending(self) -> list[str]:
+        """The requests that some rank has not answered yet."""
+        return [req_id for req_id, answers in self._requests.items() if not answers.done()]
 
     @property
     def events(self) -> list[Event]:
@@ -361,10 +437,17 @@ class Lab:
 
     def freeze(self, process: str) -> None:
         """SIGSTOP one process: it holds its sockets and does nothing."""
+        self._frozen.add(process)
         self.processes[process].signal(signal.SIGSTOP)
 
     def thaw(self, process: str) -> None:
         self.processes[process].signal(signal.SIGCONT)
+        self._frozen.discard(process)
+
+    def _live(self) -> list[str]:
+        """The processes that can answer."""
+        out = {"reference", *self._frozen}
+        return [name for name, process in self.processes.items() if name not in out and process.running]
 
     # ---- plumbing ------------------------------------------------------------------------------------------------
 
@@ -428,6 +511,13 @@ class AsyncLab:
             return await asyncio.to_thread(method, *args, **kwargs)
 
         return call
+
+
+def _protocol_order(waiting: Waiting) -> tuple[Any, ...]:
+    """Held steps as the protocol has them, clean-up last; of equal ones the lower part and rank first."""
+    point = waiting.point
+    place = point.step in CLEAN_UP, list(STEPS).index(point.step), point.phase == "end"
+    return *place, point.req or "", point.part or 0, point.rank or 0, point.process, waiting.ticket
 
 
 def _known(step: str) -> str:

@@ -12,12 +12,11 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import EpdLabError, UsageError
-from . import claims, figures, numbers, tables, texts
-from .figures import Sources
-from .results import RESULTS, ROOT
+from . import figures, numbers, tables, texts
+from .claims import Claim, SourceFile, load_claims, load_files, reference, verify, wheel_from_pip
+from .results import RESULTS, ROOT, Sources
 from .texts import BRIEF, EDITIONS, PARTS, Edition
 
 _LINK = re.compile(r"\(figures/(\w+)\.svg\)")
@@ -37,30 +36,27 @@ class Problems:
             self.found.append(line)
 
 
-class _Results(Mapping[str, Mapping[str, Any]]):
-    """Result files by name, as `numbers` and `tables` want them."""
+@dataclass(frozen=True)
+class Stock:
+    """What every file of the report is set from.
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    Attributes:
+        folder: the texts.
+    """
 
-    def __getitem__(self, name: str) -> Mapping[str, Any]:
-        return self._sources.result(name)
-
-    def __iter__(self) -> Any:
-        return iter(sorted(path.stem for path in self._sources.folder.glob("*.json")))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    sources: Sources
+    problems: Problems
+    folder: Path
+    claims: Mapping[str, Claim] = field(default_factory=load_claims)
+    files: Mapping[str, SourceFile] = field(default_factory=load_files)
 
 
 class Press:
     """Sets one file of one edition."""
 
-    def __init__(self, edition: Edition, sources: Sources, problems: Problems, text_folder: Path) -> None:
-        self._edition, self._problems, self._folder = edition, problems, text_folder
-        self._claims, self._files = claims.load_claims(), claims.load_files()
-        self._results = _Results(sources)
-        self._captions = _captions(edition, text_folder)
+    def __init__(self, edition: Edition, stock: Stock) -> None:
+        self._edition, self._stock, self._problems = edition, stock, stock.problems
+        self._captions = _captions(edition, stock.folder)
         self._used: dict[str, str] = {}
         self._numbered: dict[str, int] = {}
 
@@ -86,12 +82,12 @@ class Press:
 
     def _page(self, text: str) -> str:
         for anchor in sorted(set(_JUMP.findall(text)) - set(_ANCHOR.findall(text))):
-            self._problems.add(f"{self._edition.lang}: a link leads to #{anchor}, which is nowhere; correct it in text/{self._edition.lang}/")
+            self._problems.add(f"{self._edition.lang}: a link leads to #{anchor}, which is nowhere; correct the link")
         return f"{MARK}\n\n{text}\n\n{self._definitions()}\n"
 
     def _read(self, name: str) -> str:
         try:
-            return texts.read_document(self._edition, name, self._folder)
+            return texts.read_document(self._edition, name, self._stock.folder)
         except UsageError as error:
             self._problems.add(error)
             return ""
@@ -99,7 +95,7 @@ class Press:
     def _expanded(self, name: str, text: str) -> str:
         handlers: dict[str, Callable[[str], str]] = {
             "c": self._claim,
-            "n": lambda macro: self._guarded(name, lambda: numbers.resolve(macro, self._results)),
+            "n": lambda macro: self._guarded(name, lambda: numbers.resolve(macro, self._stock.sources)),
             "fig": lambda figure: self._figure(name, figure),
             "table": lambda table: self._guarded(name, lambda: self._table(table)),
             "contents": lambda _: "{{contents}}",
@@ -119,13 +115,15 @@ class Press:
             return numbers.UNKNOWN
 
     def _claim(self, name: str) -> str:
-        claim = self._claims.get(name)
+        claim = self._stock.claims.get(name)
         if claim is None:
-            self._problems.add(f"{self._edition.report}: no claim {name!r} in claims_*.toml; write it or correct the name")
+            self._problems.add(
+                f"{self._edition.report}: no claim {name!r} in claims_*.toml; write it or correct the name"
+            )
             return numbers.UNKNOWN
         title = claim.text.replace('"', "'")
         self._used[name] = f'[{name}]: {claim.url} "{title}"'
-        return f"[{claims.reference(claim, self._files)}][{name}]"
+        return f"[{reference(claim, self._stock.files)}][{name}]"
 
     def _definitions(self) -> str:
         """Where the references lead; GitHub shows the claim when the pointer rests on one."""
@@ -134,7 +132,9 @@ class Press:
     def _figure(self, document: str, name: str) -> str:
         caption, alt = self._captions.get(name, ("", ""))
         if name not in figures.REGISTRY or not caption:
-            self._problems.add(f"text/{self._edition.lang}/{document}.md: figure {name!r} has no drawing or no caption in figures.toml")
+            self._problems.add(
+                f"text/{self._edition.lang}/{document}.md: figure {name!r} has no drawing or no caption in figures.toml"
+            )
         again = name in self._numbered
         number = self._numbered.setdefault(name, len(self._numbered) + 1)
         word = f"{self._edition.figure} {number}"
@@ -142,7 +142,7 @@ class Press:
         return f"![{alt}](figures/{name}.svg)\n\n*{word}{note}. {caption}*"
 
     def _table(self, name: str) -> str:
-        return tables.table(name, self._edition.lang, self._results, self._claims, self._files)
+        return tables.table(name, self._edition.lang, self._stock.sources, self._stock.claims, self._stock.files)
 
     def _contents(self, headings: list[tuple[int, str, str]]) -> str:
         """One paragraph a text: its title, then its sections in a row."""
@@ -152,12 +152,14 @@ class Press:
                 paragraphs.append([f"**[{title}](#{anchor})**"])
             else:
                 paragraphs[-1].append(f"[{title.replace('. ', '.&nbsp;', 1)}](#{anchor})")
-        rows = [" · ".join(links) if len(links) == 1 else f"{links[0]}<br>\n{' · '.join(links[1:])}" for links in paragraphs]
+        rows = [
+            " · ".join(links) if len(links) == 1 else f"{links[0]}<br>\n{' · '.join(links[1:])}" for links in paragraphs
+        ]
         return "\n\n".join([f"## {self._edition.contents}", *rows])
 
 
 def render(
-    problems: Problems, *, root: Path = ROOT, text_folder: Path = texts.TEXT, with_figures: bool = True, draft: bool = False
+    problems: Problems, *, root: Path = ROOT, text_folder: Path = texts.TEXT, draft: bool = False
 ) -> dict[str, str]:
     """Every file of the report by its path under `root`, from what lies in `root/results`.
 
@@ -165,18 +167,16 @@ def render(
         problems: takes what is missing or wrong.
         draft: leave out editions that are not written yet.
     """
-    sources = Sources(root / RESULTS.name)
+    stock = Stock(Sources(root / RESULTS.name), problems, text_folder)
     editions = [e for e in EDITIONS if not draft or (text_folder / e.lang).is_dir()]
     files: dict[str, str] = {}
     for edition in editions:
-        files[edition.report] = Press(edition, sources, problems, text_folder).report()
+        files[edition.report] = Press(edition, stock).report()
         if edition.brief is not None:
-            files[edition.brief] = Press(edition, sources, problems, text_folder).brief()
+            files[edition.brief] = Press(edition, stock).brief()
     for problem in _disparities(editions, text_folder):
         problems.add(problem)
-    if with_figures:
-        files |= _figures(sources, problems)
-    return files
+    return files | _figures(stock.sources, problems)
 
 
 def build(root: Path = ROOT, *, draft: bool = False, text_folder: Path = texts.TEXT) -> list[Path]:
@@ -191,7 +191,9 @@ def build(root: Path = ROOT, *, draft: bool = False, text_folder: Path = texts.T
     problems = Problems()
     files = render(problems, root=root, text_folder=text_folder, draft=draft)
     if problems.found and not draft:
-        raise UsageError(f"{problems.found[0]} ({len(problems.found)} such; `python -m epdlab report --check` lists them)")
+        raise UsageError(
+            f"{problems.found[0]} ({len(problems.found)} such; `python -m epdlab report --check` lists them)"
+        )
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +223,7 @@ def check(root: Path = ROOT, text_folder: Path = texts.TEXT) -> list[str]:
 
 def verify_claims() -> list[str]:
     """Claims that do not hold in the releases' wheels, which pip fetches the first time."""
-    return claims.verify(claims.load_claims().values(), claims.wheel_from_pip)
+    return verify(load_claims().values(), wheel_from_pip)
 
 
 def run_report(check: bool, draft: bool = False) -> int:

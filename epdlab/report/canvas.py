@@ -1,7 +1,7 @@
 """A small SVG canvas: boxes, wires and text at given places, in one look that all drawn figures share.
 
-Owns colours, fonts, arrow heads and text widths. What never passes through here: what a figure means, and layout engines,
-so the same calls give the same bytes on every machine. Coordinates are pixels, the origin is the upper left corner.
+Owns colours, fonts, arrow heads and text widths. What never passes through here: what a figure means, and a layout
+engine: the same calls give the same bytes on every machine. Coordinates are pixels from the upper left corner.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ MONO_ADVANCE = 0.602
 
 # Widths of the characters 32 to 126 of Helvetica, in thousandths of the size (Adobe's public font metrics).
 _REGULAR = (
-    "278 278 355 556 556 889 667 222 333 333 389 584 278 333 278 278 556 556 556 556 556 556 556 556 556 556 278 278 584 "
-    "584 584 556 1015 667 667 722 722 667 611 778 722 278 500 667 556 833 722 778 667 778 722 667 611 722 667 944 667 667 "
-    "611 278 278 278 469 556 222 556 556 500 556 556 278 556 556 222 222 500 222 833 556 556 556 556 333 500 278 556 500 "
-    "722 500 500 500 334 260 334 584"
+    "278 278 355 556 556 889 667 222 333 333 389 584 278 333 278 278 556 556 556 556 556 556 556 556 556 556 278 "
+    "278 584 584 584 556 1015 667 667 722 722 667 611 778 722 278 500 667 556 833 722 778 667 778 722 667 611 722 "
+    "667 944 667 667 611 278 278 278 469 556 222 556 556 500 556 556 278 556 556 222 222 500 222 833 556 556 556 "
+    "556 333 500 278 556 500 722 500 500 500 334 260 334 584"
 )
 _BOLD = (
-    "278 333 474 556 556 889 722 278 333 333 389 584 278 333 278 278 556 556 556 556 556 556 556 556 556 556 333 333 584 "
-    "584 584 611 975 722 722 722 722 667 611 778 722 278 556 722 611 833 722 778 667 778 722 667 611 722 667 944 667 667 "
-    "611 333 278 333 584 556 278 556 611 556 611 556 333 611 611 278 278 556 278 889 611 611 611 611 389 556 333 611 556 "
-    "778 556 556 500 389 280 389 584"
+    "278 333 474 556 556 889 722 278 333 333 389 584 278 333 278 278 556 556 556 556 556 556 556 556 556 556 333 "
+    "333 584 584 584 611 975 722 722 722 722 667 611 778 722 278 556 722 611 833 722 778 667 778 722 667 611 722 "
+    "667 944 667 667 611 333 278 333 584 556 278 556 611 556 611 556 333 611 611 278 278 556 278 889 611 611 611 "
+    "611 389 556 333 611 556 778 556 556 500 389 280 389 584"
 )
 _WIDTHS = {bold: tuple(map(int, table.split())) for bold, table in ((False, _REGULAR), (True, _BOLD))}
 _OTHER = 556
@@ -122,7 +122,16 @@ class Canvas:
         return "\n".join([head, about, paper, *self._parts, "</svg>"]) + "\n"
 
     def rect(
-        self, x: float, y: float, w: float, h: float, look: Look, *, dash: str = "", radius: float = 5, width: float = 1.3
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        look: Look,
+        *,
+        dash: str = "",
+        radius: float = 5,
+        width: float = 1.3,
     ) -> None:
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         self._parts.append(
@@ -230,7 +239,8 @@ class Canvas:
     def circle(self, x: float, y: float, label: str, look: Look, radius: float = 10, size: float = 12) -> None:
         """A numbered mark."""
         self._parts.append(
-            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{radius:g}" fill="{look.fill}" stroke="{look.line}" stroke-width="1.3"/>'
+            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{radius:g}" fill="{look.fill}" stroke="{look.line}" '
+            f'stroke-width="1.3"/>'
         )
         self.text(x, y + size * 0.36, label, size=size, bold=True, anchor="middle", colour=INK)
 

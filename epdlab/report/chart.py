@@ -61,7 +61,9 @@ class Frame:
             self.canvas.line((self.x, y), (self.x + self.w, y), GRID, 1)
             self.canvas.text(self.x - 6, y + 4, _tick(tick), size=11, anchor="end", colour=c.MUTED)
         for index, label in enumerate(labels):
-            self.canvas.text(self.place(index, len(labels)), self.y + self.h + 17, label, size=10.5, anchor="middle", colour=c.MUTED)
+            self.canvas.text(
+                self.place(index, len(labels)), self.y + self.h + 17, label, size=10.5, anchor="middle", colour=c.MUTED
+            )
         self.canvas.line((self.x, self.y + self.h), (self.x + self.w, self.y + self.h), "#8c959f", 1)
 
     def lines(self, series: Sequence[Series]) -> None:
@@ -80,7 +82,9 @@ class Frame:
             for index, value in enumerate(one.values):
                 x = self.place(index, count) + (number - len(series) / 2) * width
                 top = self.height(value)
-                self.canvas.rect(x + 1, top, width - 2, self.y + self.h - top, c.Look(one.colour, one.colour), radius=1, width=0)
+                self.canvas.rect(
+                    x + 1, top, width - 2, self.y + self.h - top, c.Look(one.colour, one.colour), radius=1, width=0
+                )
                 self.canvas.text(x + width / 2, top - 4, spec(value), size=10.5, anchor="middle")
 
     def limit(self, value: float, label: str) -> None:

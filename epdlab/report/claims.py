@@ -54,7 +54,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def url(self) -> str:
-        """The public page of the release's tag, at the lines. GitHub shows line numbers of Markdown only as plain text."""
+        """The public page of the release's tag, at the lines; GitHub numbers lines of Markdown only as plain text."""
         plain = "?plain=1" if self.file.endswith(".md") else ""
         anchor = f"L{self.first}" if self.first == self.last else f"L{self.first}-L{self.last}"
         return f"{SOURCE}/v{self.release}/python/{self.file}{plain}#{anchor}"

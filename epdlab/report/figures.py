@@ -10,44 +10,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
-from ..steps import Event, read_trace
+from ..steps import Event
 from ..trace.render import Drawing
 from .drawn import cached, classes, deployment, plots, pool, recorded, roles, tabled, video
-from .results import RESULTS, ROOT, command_for, read_result
+from .results import ROOT, Sources
 
 FIGURES = ROOT / "figures"
 _SEAL = re.compile(r"\n<!-- drawn from ([0-9a-f]{64}), sealed ([0-9a-f]{64}) -->\n$")
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What figures are drawn from: result files and recorded traces, each read once.
-
-    Attributes:
-        folder: where they lie.
-    """
-
-    folder: Path = RESULTS
-    _read: dict[str, Any] = field(default_factory=dict)
-
-    def result(self, name: str) -> Mapping[str, Any]:
-        """`results/NAME.json`; UsageError names the command that makes it."""
-        if name not in self._read:
-            self._read[name] = read_result(name, self.folder)
-        found: Mapping[str, Any] = self._read[name]
-        return found
-
-    def trace(self, name: str) -> list[Event]:
-        """`results/trace_NAME.jsonl`; UsageError names the command that makes it."""
-        path = self.folder / f"trace_{name}.jsonl"
-        if not path.exists():
-            raise UsageError(f"no results/{path.name}; record it with `{command_for(path.stem)}`")
-        return read_trace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +39,7 @@ def _fixed(draw: Callable[[], str]) -> Draw:
 
 
 def _result(name: str, draw: Callable[[Mapping[str, Any]], str]) -> Draw:
-    return lambda sources: Sketch(draw(sources.result(name)))
+    return lambda sources: Sketch(draw(sources[name]))
 
 
 def _drawing(drawing: Drawing) -> Sketch:
@@ -87,10 +60,18 @@ REGISTRY: dict[str, Draw] = {
     "two_phase_sequence": _trace("two_phase", recorded.sequence_of, "One request, two ranks, live"),
     "landing_pool": _trace("landing_pool", recorded.layout_of, "Landing pool of rank 0, live"),
     "mr_lifecycle": lambda _: _drawing(recorded.region_states()),
-    "race_sequence_0516": _trace("race_0516", recorded.sequence_of, "Two sibling /send calls under the rules of 0.5.16, live"),
-    "race_timeline_0516": _trace("race_0516", recorded.timeline_of, "Regions and writes under the rules of 0.5.16, live"),
-    "race_sequence_0517": _trace("race_0517", recorded.sequence_of, "Two sibling /send calls under the rules of 0.5.17, live"),
-    "race_timeline_0517": _trace("race_0517", recorded.timeline_of, "Regions and writes under the rules of 0.5.17, live"),
+    "race_sequence_0516": _trace(
+        "race_0516", recorded.sequence_of, "Two sibling /send calls under the rules of 0.5.16, live"
+    ),
+    "race_timeline_0516": _trace(
+        "race_0516", recorded.timeline_of, "Regions and writes under the rules of 0.5.16, live"
+    ),
+    "race_sequence_0517": _trace(
+        "race_0517", recorded.sequence_of, "Two sibling /send calls under the rules of 0.5.17, live"
+    ),
+    "race_timeline_0517": _trace(
+        "race_0517", recorded.timeline_of, "Regions and writes under the rules of 0.5.17, live"
+    ),
     "ablation": _result("ablation", tabled.ablation),
     "bench_transfer": _result("bench_transfer", plots.transfer),
     "bench_landing": _result("bench_landing", plots.landing),

@@ -20,9 +20,9 @@ _ABSENT = object()
 def resolve(macro: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """The text of `FILE:dotted.path` or `FILE:dotted.path|SPEC`.
 
-    A key may hold dots itself (`runs.sglang-0.5.17.sends`). An element of a list is named by its place or by what it
-    holds (`sizes.bytes=65536.ratio`). SPEC is a Python format spec, such as `.2f`; without one, integers get thousands
-    separators and floats three significant digits.
+    A key may hold dots itself (`runs.sglang-0.5.17.sends`). An element of a list is named by its place, by what it
+    holds (`sizes.bytes=65536.ratio`) or by the value of its key `name`. SPEC is a Python format spec, such as `.2f`;
+    without one, integers get thousands separators and floats three significant digits.
 
     Args:
         results: gives each result file by name; raises UsageError for one that is not there.
@@ -57,10 +57,11 @@ def find(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _element(values: list[Any], key: str) -> Any:
+    if key.isdigit():
+        return values[int(key)] if int(key) < len(values) else _ABSENT
     field, named, wanted = key.partition("=")
-    if named:
-        return next((v for v in values if isinstance(v, Mapping) and str(v.get(field)) == wanted), _ABSENT)
-    return values[int(key)] if key.isdigit() and int(key) < len(values) else _ABSENT
+    field, wanted = (field, wanted) if named else ("name", key)
+    return next((v for v in values if isinstance(v, Mapping) and str(v.get(field)) == wanted), _ABSENT)
 
 
 def show(value: Any, spec: str = "") -> str:
@@ -69,7 +70,7 @@ def show(value: Any, spec: str = "") -> str:
         raise TypeError(f"{type(value).__name__} is not one value")
     if spec:
         return format(value, spec)
-    if isinstance(value, bool) or isinstance(value, str):
+    if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"

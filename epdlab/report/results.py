@@ -1,7 +1,7 @@
 """Result files: what a command measured, with the machine, the versions and the date it was measured on.
 
-Owns `results/NAME.json`: writing, reading, and which command makes each. What never passes through here: formatting, and
-the name of the machine. A file is the measured data at top level, plus one key, `meta`.
+Owns `results/NAME.json`: writing, reading, and which command makes each. What never passes through here:
+formatting, and the name of the machine. A file is the measured data at top level, plus one key, `meta`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import UsageError
+from ..steps import Event, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -35,6 +37,37 @@ _COMMANDS = {
 }
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sources(Mapping[str, Json]):
+    """Result files by name, each read once, and recorded traces.
+
+    Attributes:
+        folder: where they lie.
+    """
+
+    folder: Path = RESULTS
+    _read: dict[str, Json] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Json:
+        """`results/NAME.json`; UsageError names the command that makes it."""
+        if name not in self._read:
+            self._read[name] = read_result(name, self.folder)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(path.stem for path in self.folder.glob("*.json")))
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+    def trace(self, name: str) -> list[Event]:
+        """`results/trace_NAME.jsonl`; UsageError names the command that makes it."""
+        path = self.folder / f"trace_{name}.jsonl"
+        if not path.exists():
+            raise UsageError(f"no results/{path.name}; record it with `{command_for(path.stem)}`")
+        return read_trace(path)
 
 
 def write_result(name: str, data: Mapping[str, Any], command: str, folder: Path = RESULTS) -> Path:

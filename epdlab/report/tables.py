@@ -6,15 +6,19 @@ the claims; none is typed here.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..check.scenario import FAULTS
 from ..errors import UsageError
 from ..rules import PROFILES, Rule
 from ..trace.breach import INVARIANTS
+from ..upstream.scenarios import RELEASES
 from .chart import size_label
 from .claims import Claim, SourceFile
 from .numbers import significant
@@ -22,6 +26,7 @@ from .results import META
 
 Json = Mapping[str, Any]
 YES, NO = "yes", "-"
+ODD_OUTCOMES = ("uncovered_writes", "wrong_acked", "overwritten", "live_regions_after", "embeddings_held_after")
 
 
 @dataclass(frozen=True)
@@ -40,58 +45,25 @@ class Sheet:
     argument: str = ""
 
     def word(self, name: str) -> str:
-        """A fixed word or phrase in the sheet's language."""
-        return WORDS[name][self.lang == "zh"]
+        """A fixed word or phrase in the sheet's language, from `words.toml`."""
+        return _words()[name][self.lang]
+
+    def sentence(self, group: str, key: str, english: str) -> str:
+        """A sentence of the code: as it stands, or in the sheet's language from `words.toml`."""
+        return english if self.lang == "en" else _words()[group][key]
 
     def head(self, *names: str) -> list[str]:
         return [self.word(name) for name in names]
 
 
-WORDS: dict[str, tuple[str, str]] = {
-    "code": ("code", "代号"),
-    "file": ("file, under `python/sglang/`", "文件（位于 `python/sglang/` 下）"),
-    "releases": ("releases quoted", "引用的版本"),
-    "claims": ("claims", "论断数"),
-    "what": ("what it is", "内容"),
-    "result": ("result", "结果文件"),
-    "command": ("command", "命令"),
-    "date": ("date", "日期"),
-    "machine": ("machine", "机器"),
-    "versions": ("versions", "版本"),
-    "rule": ("rule", "规则"),
-    "meaning": ("what it says", "含义"),
-    "number": ("no.", "编号"),
-    "invariant": ("invariant", "不变式"),
-    "breaks": ("what breaks it", "何为违反"),
-    "profile": ("profile", "profile"),
-    "tp": ("TP", "TP"),
-    "size": ("size", "大小"),
-    "sends": ("sends", "/send 次数"),
-    "register": ("register codes", "注册返回码"),
-    "deregister": ("deregister codes", "注销返回码"),
-    "broken": ("invariants broken (requests)", "被违反的不变式（请求数）"),
-    "none": ("none", "无"),
-    "bare": ("bare write, GB/s", "裸写，GB/s"),
-    "path": ("whole `/send`, GB/s", "完整 `/send`，GB/s"),
-    "bare_ms": ("bare write, ms", "裸写，ms"),
-    "path_ms": ("whole `/send`, ms", "完整 `/send`，ms"),
-    "ratio": ("ratio", "比值"),
-    "requests": ("requests", "请求数"),
-    "transfer": ("transfer codes", "传输返回码"),
-    "schedule": ("shortest schedule", "最短调度"),
-    "fault": ("fault", "故障"),
-    "bound": ("bound", "界"),
-    "schedules": ("schedules", "调度数"),
-    "exhaustive": ("exhaustive", "穷尽"),
-    "scenario": ("scenario", "场景"),
-    "uncovered": ("uncovered writes", "未覆盖的写"),
-    "http": ("HTTP", "HTTP"),
-    "left": ("regions, embeddings left", "残留的区域、embedding"),
-    "cores": ("cores", "核"),
-}
+@cache
+def _words() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 
 
-def table(name: str, lang: str, results: Mapping[str, Json], claims: Mapping[str, Claim], files: Mapping[str, SourceFile]) -> str:
+def table(
+    name: str, lang: str, results: Mapping[str, Json], claims: Mapping[str, Claim], files: Mapping[str, SourceFile]
+) -> str:
     """A table as Markdown. `NAME:ARGUMENT` passes an argument on.
 
     Raises:
@@ -103,7 +75,9 @@ def table(name: str, lang: str, results: Mapping[str, Json], claims: Mapping[str
     try:
         return TABLES[kind](Sheet(lang, results, claims, files, argument))
     except KeyError as error:
-        raise UsageError(f"table {name}: a result has no {error}; make the results anew (the build names their commands)") from None
+        raise UsageError(
+            f"table {name}: a result has no {error}; make the results anew (the build names their commands)"
+        ) from None
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -119,7 +93,13 @@ def _legend(sheet: Sheet) -> str:
         releases[claim.file].add(claim.release)
         count[claim.file] += 1
     rows = [
-        (f"`{file.code}`", f"`{file.path.removeprefix('sglang/')}`", ", ".join(sorted(releases[path])), count[path], getattr(file, sheet.lang))
+        (
+            f"`{file.code}`",
+            f"`{file.path.removeprefix('sglang/')}`",
+            ", ".join(sorted(releases[path])),
+            count[path],
+            getattr(file, sheet.lang),
+        )
         for path, file in sheet.files.items()
     ]
     return markdown(sheet.head("code", "file", "releases", "claims", "what"), rows)
@@ -128,13 +108,18 @@ def _legend(sheet: Sheet) -> str:
 def _sources(sheet: Sheet) -> str:
     """Every result file the report may quote, with where its numbers come from."""
     rows = []
-    for name in sheet.results:
-        meta = sheet.results[name][META]
-        machine, versions = meta["machine"], meta["versions"]
-        where = f"{machine['cpu']}, {machine['cores']} {sheet.word('cores')}, {machine['memory_gib']} GiB"
-        with_what = ", ".join(f"{k} {v}" for k, v in versions.items())
-        rows.append((f"`results/{name}.json`", f"`{meta['command']}`", meta["date"], where, with_what))
+    for name, result in sheet.results.items():
+        meta = result.get(META, result)
+        with_what = ", ".join(f"{what} {version}" for what, version in meta["versions"].items() if len(version) < 64)
+        rows.append(
+            (f"`{name}.json`", f"`{meta['command']}`", meta["date"], _machine(sheet, meta["machine"]), with_what)
+        )
     return markdown(sheet.head("result", "command", "date", "machine", "versions"), rows)
+
+
+def _machine(sheet: Sheet, machine: Json) -> str:
+    units = {"cores": f" {sheet.word('cores')}", "memory_gib": " GiB"}
+    return ", ".join(f"{value}{units.get(key, '')}" for key, value in machine.items())
 
 
 def _profiles(sheet: Sheet) -> str:
@@ -144,12 +129,16 @@ def _profiles(sheet: Sheet) -> str:
 
 
 def _invariants(sheet: Sheet) -> str:
-    rows = [(found.number, f"`{found.key}`", found.sentence) for found in INVARIANTS.values()]
+    rows = [
+        (found.number, f"`{found.key}`", sheet.sentence("invariants", found.key, found.sentence))
+        for found in INVARIANTS.values()
+    ]
     return markdown(sheet.head("number", "invariant", "breaks"), rows)
 
 
 def _faults(sheet: Sheet) -> str:
-    return markdown(sheet.head("fault", "meaning"), [(f"`{name}`", kind.sentence) for name, kind in FAULTS.items()])
+    rows = [(f"`{name}`", sheet.sentence("faults", name, kind.sentence)) for name, kind in FAULTS.items()]
+    return markdown(sheet.head("fault", "meaning"), rows)
 
 
 def _race(sheet: Sheet) -> str:
@@ -158,25 +147,114 @@ def _race(sheet: Sheet) -> str:
     for run in sheet.results["race"]["runs"].values():
         how = [f"{run['stagger_ms']:g} ms stagger"] * bool(run["stagger_ms"]) + ["nic"] * bool(run["nic"])
         codes, broken = run["codes"], {name: len(requests) for name, requests in run["violations"].items()}
-        cells = (_codes(codes["register"]), _codes(codes["deregister"]), _codes(codes["transfer"]), _counts(broken) or sheet.word("none"))
-        rows.append((", ".join([_short(run["profile"]), *how]), run["tp"], size_label(run["bytes"]), run["repeat"], run["sends"], *cells))
-    return markdown(sheet.head("profile", "tp", "size", "requests", "sends", "register", "deregister", "transfer", "broken"), rows)
+        cells = (
+            _codes(codes["register"]),
+            _codes(codes["deregister"]),
+            _codes(codes["transfer"]),
+            _counts(broken) or sheet.word("none"),
+        )
+        rows.append(
+            (
+                ", ".join([_short(run["profile"]), *how]),
+                run["tp"],
+                size_label(run["bytes"]),
+                run["repeat"],
+                run["sends"],
+                *cells,
+            )
+        )
+    return markdown(
+        sheet.head(
+            "profile",
+            "tp",
+            "size",
+            "requests",
+            "sends",
+            "register_codes",
+            "deregister_codes",
+            "transfer_codes",
+            "broken",
+        ),
+        rows,
+    )
+
+
+def _upstream(sheet: Sheet) -> str:
+    """`upstream_*`: one row a scenario, one column a release; a cell names what is not as in a clean run."""
+    asks: dict[str, str] = {}
+    seen: dict[tuple[str, str], str] = {}
+    for release in RELEASES:
+        for found in sheet.results[f"upstream_{release.replace('.', '_')}"]["scenarios"]:
+            asks[found["name"]] = sheet.sentence("scenarios", found["name"], found["asks"])
+            seen[found["name"], release] = _seen(sheet, found)
+    rows = [
+        (f"`{name}`<br>{ask}", *(seen.get((name, release), NO) for release in RELEASES)) for name, ask in asks.items()
+    ]
+    return markdown([sheet.word("scenario"), *RELEASES], rows)
+
+
+def _seen(sheet: Sheet, found: Json) -> str:
+    odd = [
+        f"{sheet.word(op)} {code} × {n}"
+        for op, codes in found["counts"].items()
+        for code, n in codes.items()
+        if code != "0"
+    ]
+    odd += [f"HTTP {status} × {n}" for status, n in found["statuses"].items() if status != "200"]
+    odd += [f"{sheet.word(key)} × {found['outcome'][key]}" for key in ODD_OUTCOMES if found["outcome"].get(key)]
+    return "<br>".join(odd) or sheet.word("clean")
+
+
+def _explore(sheet: Sheet) -> str:
+    """`explore`: faults against profiles; a cell has the numbers of the invariants that some order breaks."""
+    cells: dict[tuple[str, str], str] = {}
+    for run in sheet.results["explore"]["runs"].values():
+        broken = sorted({INVARIANTS[breach["invariant"]].number for breach in run["violations"]})
+        mark = "" if run["exhaustive"] else " °"
+        cells[run["fault"] or "-", run["profile"]] = (", ".join(map(str, broken)) or sheet.word("none")) + mark
+    profiles = [name for name in PROFILES if any(name == profile for _, profile in cells)]
+    faults = [fault for fault in ("-", *FAULTS) if any(fault == found for found, _ in cells)]
+    rows = [(_fault(sheet, fault), *(cells.get((fault, name), "?") for name in profiles)) for fault in faults]
+    return markdown([sheet.word("fault"), *map(_short, profiles)], rows)
+
+
+def _fault(sheet: Sheet, name: str) -> str:
+    return sheet.word("none") if name == "-" else f"`{name}`"
+
+
+def _schedule(sheet: Sheet) -> str:
+    """`ablation`: the shortest schedule that breaks an invariant without the rule named by the argument."""
+    found = sheet.results["ablation"]["rules"][sheet.argument]
+    number = INVARIANTS[found["invariant"]].number
+    lines = [f"{place:>2}  {step}" for place, step in enumerate(found["schedule"], start=1)]
+    broken = f"{sheet.word('invariant')} {number}, <code>{found['invariant']}</code>"
+    head = f"{sheet.word('without')}: {broken}, {len(lines)} {sheet.word('steps')}"
+    text = ["```text", *lines, "", f"$ {found['command']}", "```"]
+    return "\n".join([f"<details><summary>{head}</summary>", "", *text, "", "</details>"])
 
 
 def _transfer(sheet: Sheet) -> str:
     rows = [
-        (size_label(r["bytes"]), *(significant(r[k]) for k in ("bare_ms", "path_ms", "bare_gbps", "path_gbps")), f"{r['ratio']:.2f}")
+        (
+            _size(r["bytes"]),
+            *(significant(r[k]) for k in ("bare_ms", "path_ms", "bare_gbps", "path_gbps")),
+            f"{r['ratio']:.2f}",
+        )
         for r in sheet.results["bench_transfer"]["sizes"]
     ]
     return markdown(sheet.head("size", "bare_ms", "path_ms", "bare", "path", "ratio"), rows)
 
 
 def _codes(codes: Mapping[str, int]) -> str:
-    return ", ".join(f"{code}: {count:,}" for code, count in codes.items()) or NO
+    return ", ".join(f"{code}:&nbsp;{count:,}" for code, count in codes.items()) or NO
+
+
+def _size(nbytes: int) -> str:
+    return size_label(nbytes).replace(" ", "&nbsp;")
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"`{name}` {count:,}" for name, count in counts.items())
+    return ", ".join(f"`{name}`&nbsp;{count:,}" for name, count in counts.items())
 
 
 def _short(profile: str) -> str:
@@ -191,4 +269,7 @@ TABLES: dict[str, Callable[[Sheet], str]] = {
     "faults": _faults,
     "race": _race,
     "transfer": _transfer,
+    "upstream": _upstream,
+    "explore": _explore,
+    "schedule": _schedule,
 }

@@ -66,7 +66,9 @@ def read_document(edition: Edition, name: str, folder: Path = TEXT) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"text/{edition.lang}/{name}.md is missing: write it, its macros equal to those of the English text") from None
+        raise UsageError(
+            f"text/{edition.lang}/{name}.md is missing: write it, its macros equal to those of the English text"
+        ) from None
 
 
 def macros(text: str) -> Counter[str]:
@@ -82,7 +84,9 @@ def expand(text: str, handlers: Mapping[str, Callable[[str], str]]) -> str:
     """
     done = MACRO.sub(lambda found: handlers[found[1] or found[3]](found[2] or ""), text)
     if (at := done.find("{{")) >= 0:
-        raise UsageError(f"{done[at : at + 40].splitlines()[0]!r} is no macro: use {{{{c:}}}}, {{{{n:}}}}, {{{{fig:}}}} or {{{{table:}}}}")
+        raise UsageError(
+            f"{done[at : at + 40].splitlines()[0]!r} is no macro: use c, n, fig or table, as {{{{c:NAME}}}}"
+        )
     return done
 
 
@@ -97,8 +101,12 @@ def disparities(texts: Mapping[str, Mapping[str, str]]) -> list[str]:
     for lang in others:
         for name in texts[lang]:
             mine, theirs = macros(texts[lang][name]), macros(texts[first].get(name, ""))
-            found += [f"text/{lang}/{name}.md lacks {{{{{key}}}}}{_times(n)}" for key, n in sorted((theirs - mine).items())]
-            found += [f"text/{first}/{name}.md lacks {{{{{key}}}}}{_times(n)}" for key, n in sorted((mine - theirs).items())]
+            found += [
+                f"text/{lang}/{name}.md lacks {{{{{key}}}}}{_times(n)}" for key, n in sorted((theirs - mine).items())
+            ]
+            found += [
+                f"text/{first}/{name}.md lacks {{{{{key}}}}}{_times(n)}" for key, n in sorted((mine - theirs).items())
+            ]
     return found
 
 

@@ -67,6 +67,8 @@ class Canvas:
         tip: str = "",
     ) -> None:
         """One line of text whose left end, centre or right end is at x, and whose middle is at y."""
+        if not text:
+            return
         width = text_width(text, size) * (1.06 if bold else 1.0)
         centre = {"l": x + width / 2, "c": x, "r": x - width / 2}[side]
         more = {"fontname": "Helvetica-Bold"} if bold else {}

@@ -121,6 +121,7 @@ class MemoryChecks:
             if (
                 began.region == event.region
                 and began.target == event.target
+                and began.rank == event.rank
                 and began.part == event.part
                 and began.req == event.req
                 and began.process == event.process

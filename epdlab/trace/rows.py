@@ -59,6 +59,20 @@ def rows(events: Sequence[Event], keep: Sequence[int], collapse: bool = True) ->
     return sorted(found.rows, key=lambda row: row.at)
 
 
+def flights(found: Sequence[Row], last: int) -> list[tuple[Row, Row | None, int]]:
+    """Each write with its end, and the first column beside its lane that is free while it runs (until `last`)."""
+    busy: defaultdict[str, list[int]] = defaultdict(list)
+    ends = {row.began: row for row in found if row.began is not None}
+    flying: list[tuple[Row, Row | None, int]] = []
+    for row in found:
+        if row.wire == "write":
+            end, columns = ends.get(row.at), busy[row.lane]
+            column = next((k for k, until in enumerate(columns) if until < row.at), len(columns))
+            columns[column : column + 1] = [end.at if end else last]
+            flying.append((row, end, column))
+    return flying
+
+
 class _Rows:
     """Brings the two ends of each message together."""
 
@@ -192,6 +206,11 @@ def _code(span: Span) -> str:
     return "" if span.end is None or span.last.result.__class__ is str else f" = {span.last.result}"
 
 
+def _pool(span: Span) -> str:
+    """A region that belongs to no request is as large as it is, and nobody would guess."""
+    return "" if span.first.req else f", {size(span.first.bytes)}"
+
+
 def _name(span: Span) -> str:
     return short(span.last.region, span.first.process)
 
@@ -210,7 +229,7 @@ _WORDS: dict[str, Callable[[Span], str]] = {
     "landing.read": lambda s: f"read part {s.first.part}",
     "landing.free": lambda s: f"free {_name(s)}",
     "landing.quarantine": lambda s: f"quarantine {_name(s)}",
-    "mr.register": lambda s: f"register {_name(s)}{_code(s)}",
+    "mr.register": lambda s: f"register {_name(s)}{_pool(s)}{_code(s)}",
     "mr.deregister": lambda s: f"deregister {_name(s)}{_code(s)}",
     "send.lookup": lambda s: f"look up part {s.first.part} for rank{s.first.rank}",
     "part.release": lambda s: f"release part {s.first.part}: {_data(s, 'why', '?')}",

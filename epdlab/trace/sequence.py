@@ -16,8 +16,8 @@ from . import legend
 from .breach import Breach
 from .canvas import Canvas
 from .render import Drawing, TraceTooLarge
-from .rows import HELD_MS, Row, rows
-from .spans import lanes, millis, only
+from .rows import HELD_MS, Row, flights, rows
+from .spans import lanes, millis, only, origin
 
 ROW = 16.0
 TOP = 64.0
@@ -64,7 +64,8 @@ def sequence(
         raise _too_large(len(keep), str(len(found)), max_rows)
     idle = ("process.start", "process.census")
     names = lanes([e for e in (events[i] for i in keep) if e.step not in idle] + [_stub(p) for p in waiting])
-    return _Page(events, found, names, breaches, waiting, title or f"sequence of {req or 'the run'}").drawing()
+    page = _Page(events, found, names, breaches, waiting, title or f"sequence of {req or 'the run'}")
+    return page.drawing(origin(events, keep))
 
 
 def _too_large(events: int, found: str, max_rows: int) -> TraceTooLarge:
@@ -105,13 +106,18 @@ class _Page:
         width = max(self.x.values(), default=FIRST_LANE) + RIGHT
         self.page = Canvas(title, max(width, PAGE if len(names) < 4 else width))
 
-    def drawing(self) -> Drawing:
+    def drawing(self, origin: int | None) -> Drawing:
+        """Draw; `origin` is when the clock starts, None for no clock."""
         for at in self.broken:
             self.page.line(70, self.y[at], self.page.width - 8, self.y[at], colour=c.TINT, width=ROW)
         self._lanes()
         self._write_bars()
         for number, row in enumerate(self.rows, start=1):
-            self._row(number, row)
+            self.page.text(24, self.y[row.at], str(number), "r", size=7, colour=c.MUTED)
+            self.page.text(64, self.y[row.at], millis(self.events[row.at], origin), "r", size=8, colour=c.MUTED)
+            self._row(row)
+        if origin is not None:
+            self.page.text(64, 36.5, "ms", "r", size=8, colour=c.MUTED)
         self._waiting()
         self._legend()
         return Drawing(self.page.dot(), "fixed", self.title)
@@ -131,14 +137,13 @@ class _Page:
             self.page.text(x, 36, name, "c", bold=True)
             if roomy:
                 self.page.text(x, 47, self._role(name), "c", size=8, colour=c.MUTED)
-        self.page.text(64, 36.5, "ms", "r", size=8, colour=c.MUTED)
 
     def _role(self, name: str) -> str:
         return next((role for stem, role in _ROLES.items() if name.startswith(stem)), "")
 
     def _write_bars(self) -> None:
         """A bar beside the lane for as long as a write is in flight; red from where it lost what it needs."""
-        bars = self._columns()
+        bars = flights(self.rows, len(self.events))
         most = max((column for _, _, column in bars), default=0) + 1
         step = min(5.5, self.spacing * 0.8 / most)
         for row, end, column in bars:
@@ -147,19 +152,6 @@ class _Page:
             red = min((self._y_of(b.events[-1]) for b in self._breaches_of(row.at)), default=bottom)
             self._bar(x, self.y[row.at], min(red, bottom), c.WRITE, step * 0.65)
             self._bar(x, max(red, self.y[row.at]), bottom, c.BREACH, step * 0.65)
-
-    def _columns(self) -> list[tuple[Row, Row | None, int]]:
-        """Each write with its end and the first column beside its lane that is free while it runs."""
-        busy: defaultdict[str, list[int]] = defaultdict(list)
-        ends = {row.began: row for row in self.rows if row.began is not None}
-        found = []
-        for row in self.rows:
-            if row.wire == "write":
-                end, columns = ends.get(row.at), busy[row.lane]
-                column = next((k for k, until in enumerate(columns) if until < row.at), len(columns))
-                columns[column : column + 1] = [end.at if end else len(self.events)]
-                found.append((row, end, column))
-        return found
 
     def _breaches_of(self, write: int) -> list[Breach]:
         keys = ("source_uncovered", "destination_unsafe")
@@ -175,10 +167,8 @@ class _Page:
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def _row(self, number: int, row: Row) -> None:
+    def _row(self, row: Row) -> None:
         y, broken = self.y[row.at], self.broken.get(row.at, [])
-        self.page.text(24, y, str(number), "r", size=7, colour=c.MUTED)
-        self.page.text(64, y, millis(self.events[row.at], self.events[0].t), "r", size=8, colour=c.MUTED)
         ground = c.TINT if broken else "white"
         inside = row.to is None or row.to not in self.x
         right = self._step(row, y, ground) if inside else self._message(row, y, ground)

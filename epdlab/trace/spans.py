@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from epdlab.steps import Event
 
 OK = ("ok", 0, None)
+MODEL_NS = 2_000  # no real process passes two steps in less
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,20 @@ def size(nbytes: int | None) -> str:
     return f"{nbytes} B"
 
 
-def millis(event: Event, origin: int) -> str:
-    """Milliseconds since `origin` nanoseconds."""
-    return f"{(event.t - origin) / 1e6:.2f}"
+def origin(events: Sequence[Event], keep: Sequence[int]) -> int | None:
+    """When a figure's clock starts, in nanoseconds: with its first request, else with its first event.
+
+    None for a modelled trace: its events are nanoseconds apart, and say nothing of time.
+    """
+    if not keep or events[keep[-1]].t - events[keep[0]].t < MODEL_NS * len(keep):
+        return None
+    starts = (events[i].t for i in keep if events[i].step == "request.start")
+    return next(starts, events[keep[0]].t)
+
+
+def millis(event: Event, origin: int | None) -> str:
+    """Milliseconds since `origin`; nothing where there is none."""
+    return "" if origin is None else f"{(event.t - origin) / 1e6:.2f}"
 
 
 def kind_of(result: object) -> str:

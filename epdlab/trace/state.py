@@ -42,28 +42,17 @@ class ProcessState:
     """One process: what it said of itself, and what it holds, by kind and name."""
 
     facts: dict[str, object] = field(default_factory=dict)
-    held: dict[str, dict[str, Held]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    requests: dict[str, Held] = field(default_factory=dict)
+    sockets: dict[str, Held] = field(default_factory=dict)
+    embeddings: dict[str, Held] = field(default_factory=dict)
+    regions: dict[str, Held] = field(default_factory=dict)
+    slots: dict[str, Held] = field(default_factory=dict)
     alive: bool = True
 
-    @property
-    def requests(self) -> dict[str, Held]:
-        return self.held["requests"]
-
-    @property
-    def sockets(self) -> dict[str, Held]:
-        return self.held["sockets"]
-
-    @property
-    def embeddings(self) -> dict[str, Held]:
-        return self.held["embeddings"]
-
-    @property
-    def regions(self) -> dict[str, Held]:
-        return self.held["regions"]
-
-    @property
-    def slots(self) -> dict[str, Held]:
-        return self.held["slots"]
+    def all(self, kind: str) -> list[Held]:
+        """Everything of one of `KINDS`."""
+        held: dict[str, Held] = getattr(self, kind)
+        return list(held.values())
 
 
 class WorldState:
@@ -203,7 +192,7 @@ class WorldState:
         found: dict[Line, str] = {}
         for name in self.names():
             for kind in KINDS:
-                for held in self.processes[name].held[kind].values():
+                for held in self.processes[name].all(kind):
                     writes = self.needing(name, held) if kind in ("regions", "slots") else 0
                     found[(name, kind, short(held.name, name))] = _describe(held, writes, addresses)
             for held in self.writes_of(name):
@@ -236,7 +225,7 @@ class WorldState:
         return lanes(Event(0, name, "process.start", "note") for name in self.processes)
 
     def __repr__(self) -> str:
-        held = {kind: sum(len(p.held[kind]) for p in self.processes.values()) for kind in KINDS}
+        held = {kind: sum(len(p.all(kind)) for p in self.processes.values()) for kind in KINDS}
         held[WRITES] = len(self.flying)
         return f"WorldState({', '.join(f'{n} {kind}' for kind, n in held.items() if n)})"
 

@@ -17,7 +17,7 @@ from .bars import Bar, bars_of
 from .breach import Breach
 from .canvas import Canvas
 from .render import Drawing, TraceTooLarge
-from .spans import only
+from .spans import millis, only, origin
 
 Scale = Literal["order", "time"]
 
@@ -48,13 +48,14 @@ def timeline(
     Raises:
         TraceTooLarge: more than `max_bars` bars; the message says what to select.
     """
-    bars = bars_of(events, only(events, req), breaches)
+    keep = only(events, req)
+    bars = bars_of(events, keep, breaches)
     if len(bars) > max_bars:
         raise TraceTooLarge(
             f"{len(events)} events make {len(bars)} bars, a page takes {max_bars}; select a request "
             "(req=...), more bars (max_bars=...), or open the Perfetto trace"
         )
-    return _Page(events, bars, scale, title or f"regions of {req or 'the run'}").drawing()
+    return _Page(events, bars, scale, title or f"regions of {req or 'the run'}").drawing(origin(events, keep))
 
 
 class _Page:
@@ -83,7 +84,8 @@ class _Page:
     def _between(self, index: int) -> float:
         return sum(i < index for i in self.times) / max(len(self.times) - 1, 1)
 
-    def drawing(self) -> Drawing:
+    def drawing(self, origin: int | None) -> Drawing:
+        """Draw; `origin` is when the clock starts, None for no clock."""
         self.page.text(14, 14, self.title, size=11, bold=True)
         y, top, process = 46.0, 42.0, ""
         for bar in self.bars:
@@ -93,7 +95,7 @@ class _Page:
                 self.page.text(14, y + ROW / 2, process, bold=True)
             self._bar(bar, y + ROW / 2)
             y += ROW
-        self._axis(top, y + 4)
+        self._axis(top, y + 4, origin)
         self._legend(y + 22)
         return Drawing(self.page.dot(), "fixed", self.title)
 
@@ -133,19 +135,23 @@ class _Page:
         x = x0 + 4 if inside else x1 + (10 if bar.broke else 4)
         self.page.text(x, y, note, size=8, colour=c.ALERT if failed else c.INK)
 
-    def _axis(self, top: float, bottom: float) -> None:
+    def _axis(self, top: float, bottom: float, origin: int | None) -> None:
         """Vertical hairlines at a few moments, with their milliseconds."""
-        origin = self.events[0].t if self.events else 0
-        for x, ms in self._ticks(origin):
+        for x, ms in self._round_ticks(origin) if self.scale == "time" and origin is not None else self._ticks(origin):
             self.page.line(x, top, x, bottom, colour=c.GRID, width=0.5, style="dotted")
             self.page.text(x, top - 7, ms, "c", size=8, colour=c.MUTED)
-        how = "ms, each event one step" if self.scale == "order" else "ms"
-        self.page.text(LEFT - 26, top - 7, how, "r", size=8, colour=c.MUTED)
+        words = ["ms"] * (origin is not None) + ["each event one step"] * (self.scale == "order")
+        self.page.text(LEFT - 26, top - 7, ", ".join(words), "r", size=8, colour=c.MUTED)
 
-    def _ticks(self, origin: int) -> list[tuple[float, str]]:
-        if self.scale == "order":
-            picked = self.times[:: max(1, -(-(len(self.times) - 1) // TICKS))]
-            return [(self.x(i), f"{(self.events[i].t - origin) / 1e6:.2f}") for i in picked if self.events]
+    def _ticks(self, origin: int | None) -> list[tuple[float, str]]:
+        if not self.bars:
+            return []
+        picked = self.times[:: max(1, -(-(len(self.times) - 1) // TICKS))]
+        return [(self.x(i), millis(self.events[i], origin)) for i in picked]
+
+    def _round_ticks(self, origin: int) -> list[tuple[float, str]]:
+        if not self.bars:
+            return []
         t0, t1 = (self.events[i].t for i in (self.first, self.last))
         step = _round_step((t1 - t0) / TICKS)
         marks = range(-(-(t0 - origin) // step) * step, t1 - origin + 1, step)

@@ -44,7 +44,8 @@ def named(events: Iterable[Event], sessions: Mapping[str, int], ports: Mapping[i
         if event["op"] in OPS:
             caller = event.get("session") or event.get("caller")
             rank = ports.get(event["port"]) if event["op"] == "ack" else sessions.get(caller or "")
-            calls.append({"op": event["op"], "rank": rank, "region": name(event), "bytes": event.get("bytes"), "rc": event["rc"]})
+            about = {"region": name(event), "bytes": event.get("bytes"), "rc": event["rc"]}
+            calls.append({"op": event["op"], "rank": rank, **about})
     return calls
 
 
@@ -55,11 +56,6 @@ def counts(calls: Iterable[Call]) -> Counts:
         if call["op"] in CODED:
             found[call["op"]][str(call["rc"])] += 1
     return {op: dict(sorted(found[op].items())) for op in CODED}
-
-
-def add(total: Counts, more: Counts) -> Counts:
-    """The sum of two counts."""
-    return {op: dict(sorted((Counter(total.get(op, {})) + Counter(more.get(op, {}))).items())) for op in CODED}
 
 
 def live_regions(events: Iterable[Event]) -> int:
@@ -74,7 +70,7 @@ def live_regions(events: Iterable[Event]) -> int:
 
 
 def uncovered_writes(events: Iterable[Event]) -> int:
-    """Writes whose source was not inside one live region from begin to end; RDMA would refuse them, TCP lets them pass."""
+    """Writes whose source was not inside one live region from begin to end; RDMA refuses them, TCP lets them pass."""
     listed = list(events)
     spans = _spans(listed)
     writes = [event for event in listed if event["op"] == "transfer" and not event["injected"]]
@@ -82,7 +78,7 @@ def uncovered_writes(events: Iterable[Event]) -> int:
 
 
 def _spans(events: list[Event]) -> list[tuple[int, int, int, int]]:
-    """(address, end address, live from, live until) of every registration; live from its return to its deregistration's call."""
+    """(address, end, live from, live until) of each registration: from its return to the call that takes it back."""
     spans, starts = [], {}
     for event in events:
         if event["op"] == "register" and event["rc"] == 0:
@@ -96,4 +92,4 @@ def _spans(events: list[Event]) -> list[tuple[int, int, int, int]]:
 def _covers(span: tuple[int, int, int, int], write: Event) -> bool:
     low, high, since, until = span
     inside = low <= write["address"] and write["address"] + write["bytes"] <= high
-    return inside and since <= write["began"] and write["ended"] <= until
+    return bool(inside and since <= write["began"] and write["ended"] <= until)

@@ -1,12 +1,11 @@
 """Plays an encoder scenario: one real encode server, and ranks that are a bare Mooncake engine and a ZMQ socket each.
 
-The ranks ask as the release's receivers ask. They count acknowledgements and compare bytes; no acknowledgement is decoded.
+The ranks ask as the release's receivers ask. They count acknowledgements, undecoded, and compare bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +36,9 @@ class Rank:
         self._pull = context.socket(zmq.PULL)
         self.port = self._pull.bind_to_random_port(f"tcp://{HOST}")
         self.address = int(self._landing.ctypes.data)
-        codes = (self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""), self._engine.register_memory(self.address, LANDING_BYTES))
-        if any(codes):
-            raise LabError(f"a landing engine did not start (codes {codes}); see `epdlab doctor`")
+        started = self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "")
+        if started or self._engine.register_memory(self.address, LANDING_BYTES):
+            raise LabError("a landing engine did not start; `epdlab doctor` says what this machine lacks")
         self.session = f"{HOST}:{self._engine.get_rpc_port()}"
         self.key = destination(self.session, self.address)
 
@@ -100,14 +99,14 @@ class Play:
             "prefill_host": HOST,
         }
         if self.release == "0.5.23":
-            encode = asyncio.create_task(self._checked("/encode", body | {"embedding_port": None}))
-            asks = [self._checked("/scheduler_receive_meta_data", {"req_id": self.request, "part_idx": 0}) for _ in self.ranks]
+            asked = {"req_id": self.request, "part_idx": 0}
+            encode = self._checked("/encode", body | {"embedding_port": None})
+            pulls = (self._checked("/scheduler_receive_meta_data", asked) for _ in self.ranks)
+            _, *self.metadata = await asyncio.gather(encode, *pulls)
         else:
-            asks = [self._checked("/encode", self._counted(body) | {"embedding_port": rank.port}) for rank in self.ranks]
-            encode = None
-        self.metadata = list(await asyncio.gather(*asks))
-        if encode is not None:
-            await encode
+            body = self._counted(body)
+            posts = (self._checked("/encode", body | {"embedding_port": rank.port}) for rank in self.ranks)
+            self.metadata = list(await asyncio.gather(*posts))
 
     def _counted(self, body: Json) -> Json:
         """0.5.16 knows no receive_count; the field is left out there and where the scenario says so."""
@@ -123,7 +122,8 @@ class Play:
     async def _send(self, step: Step) -> None:
         rank = self.ranks[step.rank or 0]
         body = {key: value for key, value in self.metadata[step.rank or 0].items() if key != "encoder_idx"}
-        body |= {"prefill_host": HOST, "embedding_port": rank.port, "session_id": rank.session, "buffer_address": rank.address}
+        body |= {"prefill_host": HOST, "embedding_port": rank.port}
+        body |= {"session_id": rank.session, "buffer_address": rank.address}
         task = asyncio.create_task(self.encoder.post("/send", self._counted(body)))
         self.sends.append((step.rank or 0, task))
         await asyncio.sleep(0)
@@ -183,46 +183,70 @@ class Outcome:
         self.http_errors += sum(task.result()[0] != 200 for _, task in play.sends)
 
 
-async def play(scenario: Scenario, release: str, encoder: Encoder, ranks: list[Rank], seeds: itertools.count[int]) -> Json:
-    """Plays an encoder scenario and gives its result, see the package's README for the fields."""
-    used = ranks[: scenario.tp]
-    sessions, ports = {r.session: i for i, r in enumerate(used)}, {r.port: i for i, r in enumerate(used)}
+async def play(scenario: Scenario, release: str, encoder: Encoder, ranks: list[Rank], first_seed: int) -> Json:
+    """Plays an encoder scenario and gives its result; the package's docstring names the fields."""
     await encoder.control("setup", send_timeout=scenario.send_timeout, global_cache=scenario.global_cache)
     await encoder.control("take")
-    outcome, total, orders, events = Outcome(), calls.counts([]), [], []
-    statuses: Counter[str] = Counter()
-    settled: Json = {}
-    for _ in range(scenario.repeat):
-        for rank in used:
+    tally = Tally(ranks[: scenario.tp])
+    for seed in range(first_seed, first_seed + scenario.repeat):
+        one = Play(scenario, release, encoder, tally.ranks, seed)
+        for rank in tally.ranks:
             rank.clear()
-        one = Play(scenario, release, encoder, used, next(seeds))
         await one.run()
-        state = await encoder.control("take")
-        outcome.add_ranks(one, _pull(used, state["events"], ports))
-        statuses.update(str(task.result()[0]) for _, task in one.sends)
-        fresh = state["events"]
+        tally.add(one, await encoder.control("take"))
         if scenario.settle:
             await encoder.wait("await_cleanup", request=one.request, done=True)
-            later = await encoder.control("take")
-            settled = {"live_regions": calls.live_regions(fresh + later["events"]), "embeddings_held": later["held"]}
-            fresh = fresh + later["events"]
-        orders.append(calls.named(fresh, sessions, ports))
-        total = calls.add(total, calls.counts(orders[-1]))
-        events += fresh
-        outcome.uncovered_writes += calls.uncovered_writes(fresh)
-        outcome.live_regions_after += calls.live_regions(state["events"])
-        outcome.embeddings_held_after = state["held"]
-    return {
-        "requests": scenario.repeat,
-        "calls": orders[0],
-        "orders": len({str(order) for order in orders}),
-        "counts": total,
-        "statuses": dict(sorted(statuses.items())),
-        "outcome": vars(outcome) | ({"settled": settled} if settled else {}),
-    }
+            tally.add_settled(await encoder.control("take"))
+    return tally.result()
 
 
-def _pull(ranks: list[Rank], events: list[Json], ports: dict[int, int]) -> dict[int, int]:
-    """Takes from every rank's socket what the encoder has pushed to it."""
-    pushed = Counter(ports[event["port"]] for event in events if event["op"] == "ack")
-    return {rank: ranks[rank].pull_acks(count) for rank, count in pushed.items()}
+class Tally:
+    """Sums the requests of one scenario up."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self._sessions = {rank.session: index for index, rank in enumerate(ranks)}
+        self._ports = {rank.port: index for index, rank in enumerate(ranks)}
+        self._outcome = Outcome()
+        self._statuses: Counter[str] = Counter()
+        self._early = 0
+        self._settled: Json = {}
+        self._requests: list[list[Json]] = []
+
+    def add(self, play: Play, state: Json) -> None:
+        """One request that was played, and what the encoder recorded of it."""
+        events = state["events"]
+        self._requests.append(events)
+        pushed = Counter(self._ports[event["port"]] for event in events if event["op"] == "ack")
+        self._outcome.add_ranks(play, {rank: self.ranks[rank].pull_acks(count) for rank, count in pushed.items()})
+        self._outcome.live_regions_after += calls.live_regions(events)
+        self._outcome.embeddings_held_after = state["held"]
+        self._statuses.update(str(task.result()[0]) for _, task in play.sends)
+        self._early += _metadata_came_first(events)
+
+    def add_settled(self, state: Json) -> None:
+        """What the encoder recorded of the last request until its clean-up was through."""
+        self._requests[-1] += state["events"]
+        self._settled = {"live_regions": calls.live_regions(self._requests[-1]), "embeddings_held": state["held"]}
+
+    def result(self) -> Json:
+        """The scenario's result."""
+        orders = [calls.named(events, self._sessions, self._ports) for events in self._requests]
+        self._outcome.uncovered_writes = sum(map(calls.uncovered_writes, self._requests))
+        return {
+            "requests": len(orders),
+            "calls": orders[0],
+            "distinct_orders": len({str(order) for order in orders}),
+            "counts": calls.counts(call for order in orders for call in order),
+            "statuses": dict(sorted(self._statuses.items())),
+            "metadata_before_forward": self._early,
+            "outcome": vars(self._outcome) | ({"settled": self._settled} if self._settled else {}),
+        }
+
+
+def _metadata_came_first(events: list[Json]) -> bool:
+    """Whether a rank had the metadata of its part before the vision tower ran."""
+    replies = [event for event in events if event["op"] == "http" and event["path"] != "/send"]
+    to_ranks = [reply for reply in replies if reply["path"] == "/scheduler_receive_meta_data"] or replies
+    forward = next(event for event in events if event["op"] == "encode")
+    return bool(min(reply["ended"] for reply in to_ranks) < forward["ended"])

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from ..errors import LabError
-from .child import Child, Json
+from .child import Child, Json, Nursery
 
 HTTP_S = 90.0
 WAIT_S = 30.0
@@ -21,14 +21,13 @@ class Encoder:
         self._child = child
         self._http = http
         self.url = f"http://127.0.0.1:{child.ready['port']}"
-        self.versions: dict[str, str] = child.ready["versions"]
 
     @classmethod
-    async def start(cls, interpreter: Path, version: str, folder: Path) -> Encoder:
+    async def start(cls, nursery: Nursery, version: str, folder: Path) -> Encoder:
         """Starts the release's encoder and waits until it serves."""
-        child = await Child.start(interpreter, "encoder_proc", {"version": version, "folder": str(folder)})
-        http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HTTP_S), connector=aiohttp.TCPConnector(limit=0))
-        return cls(child, http)
+        child = await nursery.spawn("encoder_proc", {"version": version, "folder": str(folder)})
+        timeout = aiohttp.ClientTimeout(total=HTTP_S)
+        return cls(child, aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)))
 
     async def post(self, path: str, body: Json) -> tuple[int, Any]:
         """POSTs JSON; gives the status and the JSON of the reply, None if it has none."""
@@ -46,9 +45,9 @@ class Encoder:
         """
         status, answer = await self.post("/_epdlab", {"do": do, **words})
         if status != 200:
-            raise LabError(f"the upstream encoder refused {do!r} with status {status}; play the scenario for another release")
+            raise LabError(f"the upstream encoder refused {do!r} with status {status}; play another release")
         if answer.get("came") is False:
-            raise LabError(f"the upstream encoder did not come to {do!r} in {WAIT_S:g} s; run it alone on a quiet machine")
+            raise LabError(f"{do!r} did not come in {WAIT_S:g} s; run it again on a quiet machine")
         return dict(answer)
 
     async def wait(self, do: str, **words: Any) -> None:

@@ -1,19 +1,15 @@
-"""One encode server of a release: its own app under uvicorn, and one control route of ours; runs inside the upstream environment.
+"""One encode server of a release: its own app under uvicorn, and one control route of ours.
 
-Argument: JSON with `version` and `folder`. It prints one JSON line when it is ready and ends when its standard input closes.
+It runs inside the upstream environment. Argument: JSON with `version` and `folder`. Its one line says its port and session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.metadata
 import json
-import os
-import platform
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -58,14 +54,14 @@ class Wire:
         self._recorder.serving += 1
         try:
             await self._app(scope, _replay(body, receive), watched)
+        except Exception:  # the app's outermost layer answers it, beyond this one
+            self._note(scope["path"], request, reply)
+            raise
         finally:
             self._recorder.serving -= 1
 
     def _note(self, path: str, request: Message, reply: Message) -> None:
-        try:
-            answer = json.loads(reply["body"])
-        except ValueError:
-            answer = None
+        answer = json.loads(reply["body"]) if reply["body"].startswith((b"{", b"null")) else None
         self._recorder.note("http", path=path, request=request, status=reply["status"], reply=answer, rc=None)
 
 
@@ -168,22 +164,6 @@ async def _until(holds: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _versions() -> dict[str, str]:
-    names = ("mooncake-transfer-engine-non-cuda", "torch", "fastapi", "uvicorn", "pyzmq", "transformers")
-    return {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
-
-
-def end_with_parent() -> None:
-    """Ends this process when its standard input closes, that is, when its parent is gone."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 async def _serve(release: stage.Release) -> None:
     """Builds everything on the loop that will run it, then serves until the parent is gone."""
     control = Control(release)
@@ -199,14 +179,13 @@ async def _serve(release: stage.Release) -> None:
     uvicorn = importlib.import_module("uvicorn")
     listener = socket.create_server((stage.HOST, 0))
     config = uvicorn.Config(app, log_level="critical", access_log=False, timeout_keep_alive=300)
-    ready = {"port": listener.getsockname()[1], "session": control.session, "versions": _versions()}
+    ready = {"port": listener.getsockname()[1], "session": control.session}
     print(json.dumps(ready), flush=True)
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
 def main() -> None:
-    """Runs until standard input closes."""
-    end_with_parent()
+    """Runs until the process is ended."""
     wanted = json.loads(sys.argv[1])
     asyncio.run(_serve(stage.load(wanted["version"], wanted["folder"])))
 

@@ -105,4 +105,6 @@ def _run(command: list[str], say: Say) -> None:
                 if done % 10 == 1:
                     say(f"  pip: {done} packages, now {line.split()[1]}")
     if child.returncode:
-        raise LabError(f"{' '.join(command[1:5])} ... failed: {last}; check the network and the space in {cache_folder()}")
+        raise LabError(
+            f"{' '.join(command[1:5])} ... failed: {last}; check the network and the space in {cache_folder()}"
+        )

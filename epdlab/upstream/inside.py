@@ -1,6 +1,6 @@
 """Starts one module of this folder inside the upstream environment: `python inside.py MODULE ARGUMENT`.
 
-It owns one trick: `epdlab` becomes a bare package, so that the module's siblings import while `epdlab/__init__.py`, whose
+It owns one trick: `epdlab` becomes a bare package, so that its modules import while `epdlab/__init__.py`, whose
 dependencies that environment lacks, does not run.
 """
 

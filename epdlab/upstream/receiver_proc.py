@@ -1,7 +1,7 @@
 """One receiving rank of a release: its real MMReceiverHTTP and waiting requests; runs inside the upstream environment.
 
-Argument: JSON, see `Wanted`. It reads one JSON line per command and answers with one, and ends when its input closes. The
-release's own code decodes the acknowledgements here, in the release's own process.
+Argument: JSON, see `Wanted`. It reads one JSON line per command and answers with one. The release's own code decodes the
+acknowledgements here, in the release's own process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epdlab.upstream.recorder import Recorder
 
 TICK_S = 0.002
 ALONE_S = 6.0
-"""How long a single rank runs for a request that may never be ready; ranks of a group run in step and wait for the release."""
+"""How long a rank that is alone runs for a request; ranks of a group run in step, until the release ends it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Wanted:
 
 
 class CpuTorch:
-    """`torch` as the receiver module sees it: a landing buffer asked for on the GPU comes from the host. Nothing else changes."""
+    """`torch` as the receiver module sees it: a landing buffer asked for on the GPU comes from the host."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -146,7 +146,7 @@ class Rank:
         module.safe_pickle_loads = watched
 
     def ask(self, request: str, items: list[str], parts: list[int]) -> dict[str, Any]:
-        """`request` reaches the scheduler of this rank, which runs one tick; in 0.5.23 the tokenizer's /encode is posted by rank 0."""
+        """`request` reaches this rank's scheduler, which runs one tick; in 0.5.23 rank 0 is the tokenizer, too."""
         modality = self._release.receiver.Modality.IMAGE
         urls = [self._wanted.url] * len(parts)
         self._new.append(self._tokenized(request, items, {modality: parts}, urls))
@@ -163,7 +163,11 @@ class Rank:
         io_struct = importlib.import_module("sglang.srt.managers.io_struct")
         sampling = importlib.import_module("sglang.srt.sampling.sampling_params").SamplingParams()
         nothing = dict.fromkeys(("input_ids", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
-        old = {} if self._release.new_layout else {"mm_data_mooncake": [{"url": item, "modality": next(iter(assigned))} for item in items]}
+        old = (
+            {}
+            if self._release.new_layout
+            else {"mm_data_mooncake": [{"url": item, "modality": next(iter(assigned))} for item in items]}
+        )
         return io_struct.TokenizedGenerateReqInput(
             rid=request,
             input_text="x",
@@ -196,7 +200,7 @@ class Rank:
         self._given_up.update({entry[0].rid: str(entry[1]) for entry in aborted})
 
     def look(self, request: str, rows: int, seeds: list[int]) -> dict[str, Any]:
-        """Whether `request` is ready, and whether its landing memory holds the embeddings of `seeds`, `rows` rows each."""
+        """Whether `request` is ready, and holds the embeddings of `seeds`, `rows` rows each."""
         if request not in self._ready:
             return {"ready": False, "right": False}
         numpy = importlib.import_module("numpy")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from . import calls, payload, wire
-from .child import Child, Json
+from .child import Child, Json, Nursery
 from .encoder import Encoder
 from .recorder import ANY
 from .scenarios import Scenario, Step
@@ -23,11 +24,17 @@ class Group:
         self.ranks = ranks
 
     @classmethod
-    async def start(cls, scenario: Scenario, release: str, interpreter: Path, folder: Path, url: str, store: Path) -> Group:
+    async def start(
+        cls, scenario: Scenario, release: str, nursery: Nursery, folder: Path, url: str, store: Path
+    ) -> Group:
         """Starts every rank; they meet through a gloo store in `store`."""
         common = {"version": release, "folder": str(folder), "tp": scenario.tp, "store": str(store), "url": url}
-        common |= {"pool_mib": scenario.pool_mib, "wait_timeout": scenario.wait_timeout, "http_timeout": scenario.http_timeout}
-        starts = [Child.start(interpreter, "receiver_proc", common | {"rank": rank}) for rank in range(scenario.tp)]
+        common |= {
+            "pool_mib": scenario.pool_mib,
+            "wait_timeout": scenario.wait_timeout,
+            "http_timeout": scenario.http_timeout,
+        }
+        starts = [nursery.spawn("receiver_proc", common | {"rank": rank}) for rank in range(scenario.tp)]
         done = await asyncio.gather(*starts, return_exceptions=True)
         group = cls([child for child in done if isinstance(child, Child)])
         for failure in done:
@@ -93,13 +100,15 @@ class Play:
         await self.encoder.wait("await_quiet")
 
 
-async def play(scenario: Scenario, release: str, encoder: Encoder, interpreter: Path, folder: Path, first_seed: int) -> Json:
+async def play(
+    scenario: Scenario, release: str, encoder: Encoder, nursery: Nursery, folder: Path, first_seed: int
+) -> Json:
     """Plays a receiver scenario and gives its result."""
     await encoder.control("setup", send_timeout=scenario.send_timeout, global_cache=False)
     await encoder.control("take")
     with tempfile.TemporaryDirectory(prefix="epdlab-store-") as temporary:
         store = Path(temporary) / "gloo"
-        group = await Group.start(scenario, release, interpreter, folder, encoder.url, store)
+        group = await Group.start(scenario, release, nursery, folder, encoder.url, store)
         try:
             one = Play(scenario, encoder, group, first_seed)
             await one.run()

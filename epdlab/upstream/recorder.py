@@ -40,7 +40,7 @@ class Hold:
 class Recorder:
     """The log of one process, and the holds and faults armed in it.
 
-    An event is a flat dict: `op`, `rc`, `began` and `ended` (CLOCK_MONOTONIC nanoseconds), `caller`, and what the op is about.
+    An event is a flat dict: `op`, `rc`, `began` and `ended` (CLOCK_MONOTONIC nanoseconds), `caller`, and facts of the op.
 
     Attributes:
         refused: whether a registration of the release was refused since the last `disarm`.
@@ -100,7 +100,7 @@ class Recorder:
             self._faults[key] = code
 
     def meet(self, key: str) -> tuple[Hold | None, int | None]:
-        """Called by every write that begins: the hold it has to wait for, the code it shall answer instead of writing."""
+        """Called by every write that begins: the hold it waits for, the code it answers instead of writing."""
         with self._lock:
             name = key if key in self._holds else ANY
             hold = self._holds.pop(name, None)

@@ -1,7 +1,7 @@
 """What is played against every release, as plain data: no release, no engine and no socket is needed to read it.
 
-A scenario is a list of steps. A player carries them out against a release (`driver`, `receivers`) or against a profile of
-ours; what it sees is compared by the counts and the order of the engine calls.
+A scenario is a list of steps. A player carries them out against a release (`driver`, `receivers`) or against a profile
+of ours; what it sees is compared by the counts and the order of the engine calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECEIVER_VERBS = {
     "hold": "the next write waits just before the engine",
     "held": "wait until that write is held",
     "release": "the held write goes on",
-    "run": "the schedulers run until request `value` is ready or given up, at most a few seconds where one rank is alone",
+    "run": "the schedulers run until request `value` is ready or given up; a rank alone stops after a few seconds",
     "look": "compare the landing memory that request `value` was given with what it asked for",
     "answered": "wait until the encoder has answered everything that was asked of it",
 }
@@ -132,7 +132,12 @@ def _siblings(tp: int, nbytes: int, size: str) -> tuple[Scenario, Scenario]:
 
 _ENCODER = (
     Scenario("tp1", "What does one request of one rank cost?", _free(1), tp=1),
-    *(s for tp in (2, 4) for nbytes, size in ((64 * KIB, "64KiB"), (4 * MIB, "4MiB")) for s in _siblings(tp, nbytes, size)),
+    *(
+        s
+        for tp in (2, 4)
+        for nbytes, size in ((64 * KIB, "64KiB"), (4 * MIB, "4MiB"))
+        for s in _siblings(tp, nbytes, size)
+    ),
     Scenario(
         "first_done_under_sibling",
         "What happens to a sibling's write when the first rank is done?",
@@ -148,7 +153,11 @@ _ENCODER = (
         settle=True,
         repeat=1,
     ),
-    Scenario("repeated_send", "One rank repeats its /send before its sibling asks: is it counted twice?", _one_by_one(0, 0, 1)),
+    Scenario(
+        "repeated_send",
+        "One rank repeats its /send before its sibling asks: is it counted twice?",
+        _one_by_one(0, 0, 1),
+    ),
     Scenario(
         "repeated_send_under_write",
         "The same while the sibling's write is in flight: is its source deregistered?",
@@ -161,7 +170,14 @@ _ENCODER = (
     Scenario(
         "failed_write_last",
         "The second rank's write fails: is it acked, and what stays behind?",
-        (Step("fail", 1, -1), *_gathered(2), Step("release", 0), Step("finish", 0), Step("release", 1), Step("finish", 1)),
+        (
+            Step("fail", 1, -1),
+            *_gathered(2),
+            Step("release", 0),
+            Step("finish", 0),
+            Step("release", 1),
+            Step("finish", 1),
+        ),
     ),
     Scenario(
         "failed_write_first",
@@ -170,7 +186,7 @@ _ENCODER = (
     ),
     Scenario(
         "refused_same_start",
-        "Another owner holds the same memory: is the refused registration noticed, and whose region does clean-up take?",
+        "Another owner holds the same memory: is the refusal noticed, and whose region does clean-up take?",
         (Step("occupy", value=0), *_one_by_one(0), Step("owner_deregisters")),
         tp=1,
     ),
@@ -197,7 +213,9 @@ _ENCODER = (
         send_timeout=1.0,
         repeat=1,
     ),
-    Scenario("late_send_after_release", "A rank asks once more after all were served: what is it told?", _one_by_one(0, 1, 1)),
+    Scenario(
+        "late_send_after_release", "A rank asks once more after all were served: what is it told?", _one_by_one(0, 1, 1)
+    ),
     Scenario(
         "asynchronous",
         "Two siblings on the single-request path, where /encode may answer before the vision tower ran.",
@@ -259,6 +277,7 @@ _RECEIVER = (
         nbytes=MIB,
         pool_mib=1,
         wait_timeout=2.5,
+        send_timeout=12.0,
         repeat=1,
     ),
     Scenario(
@@ -270,6 +289,7 @@ _RECEIVER = (
         nbytes=MIB,
         pool_mib=1,
         http_timeout=2.5,
+        send_timeout=12.0,
         repeat=1,
     ),
     Scenario(
@@ -280,6 +300,7 @@ _RECEIVER = (
         tp=1,
         nbytes=MIB,
         wait_timeout=2.5,
+        send_timeout=12.0,
         repeat=1,
     ),
 )

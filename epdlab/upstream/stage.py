@@ -1,13 +1,14 @@
 """Sets a release of SGLang up without a GPU and without a model; runs inside the upstream environment.
 
-Of the release: its modules, the methods of its encoder and receiver, its batching, its HTTP app, its engine wrapper. Ours: the
-constructor of the encoder (which would load a model), preprocessing, and the vision tower. Nothing of a protocol passes here.
+Of the release: the methods of its encoder and receiver, its batching, its HTTP app, its engine wrapper. Ours: the
+constructor of the encoder (it would load a model), preprocessing, and the vision tower. No protocol passes here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import gc
 import importlib
 import logging
@@ -47,9 +48,10 @@ class Release:
         return self.front is not self.server
 
 
+@functools.cache
 def load(version: str, folder: str) -> Release:
     """Imports the release unpacked in `folder`."""
-    os.environ.update(SGLANG_HOST_IP=HOST, HOST_IP=HOST, MOONCAKE_PROTOCOL="tcp", MC_LOG_LEVEL="ERROR", GLOG_minloglevel="3")
+    os.environ.update(SGLANG_HOST_IP=HOST, HOST_IP=HOST, MOONCAKE_PROTOCOL="tcp", GLOG_minloglevel="3")
     warnings.simplefilter("ignore")
     sys.path.insert(0, folder)
     _declare_torchvision_ops()
@@ -58,15 +60,14 @@ def load(version: str, folder: str) -> Release:
         server = front = runtime = importlib.import_module(f"{base}.encode_server")
         receiver = importlib.import_module(f"{base}.encode_receiver")
     else:
-        server, front, runtime, receiver = (
-            importlib.import_module(f"{base}.encoder.{name}") for name in ("server", "http_server", "runtime", "receiver")
-        )
+        names = ("server", "http_server", "runtime", "receiver")
+        server, front, runtime, receiver = (importlib.import_module(f"{base}.encoder.{name}") for name in names)
     logging.disable(logging.CRITICAL)
     return Release(version, server, front, receiver, runtime)
 
 
 def _declare_torchvision_ops() -> None:
-    """torchvision's PyPI build is a CUDA build: its operators do not load beside a CPU torch, but their schemas are asked for."""
+    """PyPI's torchvision is a CUDA build: its operators do not load beside a CPU torch; their schemas are needed."""
     torch = importlib.import_module("torch")
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
@@ -85,8 +86,8 @@ def start_engine(recorder: Recorder) -> Any:
 def server_args(**more: Any) -> Any:
     """The release's ServerArgs for the mooncake backend on this host; no model is read."""
     made = importlib.import_module("sglang.srt.server_args").ServerArgs
-    common = {"model_path": "none", "encoder_transfer_backend": "mooncake", "device": "cpu", "host": HOST, "port": 30000}
-    return made(**common, **more)
+    common = {"model_path": "none", "encoder_transfer_backend": "mooncake", "device": "cpu"}
+    return made(**common, host=HOST, port=30000, **more)
 
 
 def publish(release: Release, args: Any, role: str, rank: int = 0) -> None:
@@ -172,19 +173,20 @@ class AckSocket:
     def send_multipart(self, frames: list[Any], **options: Any) -> Any:
         """Notes the frames, then sends them."""
         sizes = [len(frame) for frame in frames]
-        self._recorder.note("ack", port=int(self._endpoint.rpartition(":")[2]), frames=len(sizes), bytes=sum(sizes), rc=None)
+        port = int(self._endpoint.rpartition(":")[2])
+        self._recorder.note("ack", port=port, frames=len(sizes), bytes=sum(sizes), rc=None)
         return self._socket.send_multipart(frames, **options)
 
 
 def watch_drops(release: Release, recorder: Recorder) -> None:
-    """Notes `pop` when the object that carries a request's embedding lets go of it, whoever else still holds the memory."""
+    """Notes `pop` when the object that carries a request's embedding lets it go, whoever else holds the memory."""
     carrier = release.server.ReqState if release.new_layout else release.receiver.EmbeddingData
 
     def carried(thing: Any) -> Any:
-        if not release.new_layout:
-            return getattr(thing, "embedding", None) if getattr(thing, "embedding", None) is not None else getattr(thing, "cached_embedding", None)
-        data = getattr(thing, "embedding_data", None)
-        return None if data is None else data.embedding
+        if release.new_layout:
+            thing = getattr(thing, "embedding_data", None)
+        kept = (getattr(thing, name, None) for name in ("embedding", "cached_embedding"))
+        return next((tensor for tensor in kept if tensor is not None), None)
 
     def assign(self: Any, name: str, value: Any) -> None:
         before = carried(self)
@@ -196,7 +198,7 @@ def watch_drops(release: Release, recorder: Recorder) -> None:
 
 
 def build_encoder(release: Release, engine: Any, tower: Tower, recorder: Recorder) -> Any:
-    """An MMEncoder of the release whose constructor did not run; its attributes are those the constructor would leave."""
+    """An MMEncoder of the release whose constructor did not run; its attributes are as that would leave them."""
     server = release.server
     args = server_args(encoder_only=True)
     publish(release, args, "encoder")
@@ -283,7 +285,7 @@ def _complete_new(release: Release, encoder: Any, tower: Tower) -> None:
         model=SimpleNamespace(get_image_feature=forward, get_video_feature=forward),
     )
     server.meta_registry.on_release = encoder.release_request
-    scheduler = release.runtime.EncoderScheduler(encoder=encoder, send_sockets=[], max_batch_size=server.ENCODER_MAX_BATCH_SIZE)
+    scheduler = release.runtime.EncoderScheduler(encoder, send_sockets=[], max_batch_size=server.ENCODER_MAX_BATCH_SIZE)
     release.front.encoder, release.front.encoder_scheduler = encoder, scheduler
     release.front.local_runtime = release.runtime.EncoderRuntime(
         encoder=encoder, scheduler=scheduler, send_sockets=[], zmq_context=None, tp_processes=[]
@@ -298,7 +300,7 @@ def set_send_timeout(release: Release, encoder: Any, seconds: float) -> None:
 
 
 def set_global_cache(release: Release, encoder: Any, on: bool) -> None:
-    """0.5.23: takes the path of cached embeddings; look-up and assembly, which need CUDA, are ours, staging and /send are not."""
+    """0.5.23: the path of cached embeddings; look-up and assembly, which need CUDA, are ours, staging and /send not."""
     if not release.new_layout:
         raise ValueError("the global cache is played for 0.5.23 only")
 

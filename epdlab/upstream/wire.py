@@ -1,4 +1,4 @@
-"""What was on the wire: the JSON bodies of the hand-off and the make-up of the acknowledgements, with names for what varies.
+"""What was on the wire: the JSON bodies of the hand-off and the acknowledgements, with names for what varies.
 
 It reads events; it decodes no acknowledgement. The release's own receiver has done that in its own process.
 """
@@ -36,8 +36,9 @@ def exchanges(events: list[Event], sessions: Mapping[str, int], ports: Mapping[i
         request = event["request"]
         rank = ports.get(request.get("embedding_port"))
         if rank in (0, None):
-            body = {"request": _named(request, sessions, ports, bases), "reply": _named(event["reply"], sessions, ports, bases)}
-            kept.setdefault((event["path"], request["part_idx"], rank), {"path": event["path"], "rank": rank, "status": event["status"], **body})
+            head = {"path": event["path"], "rank": rank, "status": event["status"]}
+            body = {side: _named(event[side], sessions, ports, bases) for side in ("request", "reply")}
+            kept.setdefault((event["path"], request["part_idx"], rank), head | body)
     frames = sorted({event["frames"] for event in events if event["op"] == "ack"})
     return {
         "times": dict(sorted(Counter(event["path"] for event in http).items())),

@@ -35,7 +35,12 @@ AGREEMENTS = ((212, "mask of hits"), (540, "items to recompute"))
 
 
 def draw() -> str:
-    canvas = Canvas(HEIGHT, "A cached encode", "Time runs to the right; rank 0 does the cache's work, all ranks run the vision tower.")
+    """The SVG of the cached encode."""
+    canvas = Canvas(
+        HEIGHT,
+        "A cached encode",
+        "Time runs to the right; rank 0 does the cache's work, all ranks run the vision tower.",
+    )
     _lanes(canvas)
     for lane, x, w, look, lines in BLOCKS:
         top = ROWS[lane] - BAR / 2
@@ -45,7 +50,12 @@ def draw() -> str:
         _agreement(canvas, x, label)
     _bytes(canvas)
     _states(canvas)
-    entries = ((c.OBJECT, "object bytes"), (c.RPC, "RPC"), (c.LOCAL, "hand-over in the process"), (FALLBACK, "only if a hit failed"))
+    entries = (
+        (c.OBJECT, "object bytes"),
+        (c.RPC, "RPC"),
+        (c.LOCAL, "hand-over in the process"),
+        (FALLBACK, "only if a hit failed"),
+    )
     canvas.legend(18, HEIGHT - 16, entries)
     return canvas.svg()
 
@@ -53,7 +63,13 @@ def draw() -> str:
 def _lanes(canvas: Canvas) -> None:
     canvas.wire([(LEFT, 34), (868, 34)], c.INHERITS)
     canvas.text(LEFT, 26, "time", size=11.5, colour=c.MUTED)
-    canvas.text(170, 26, "/encode has answered already: all of this runs in the background, for video only", size=11.5, colour=c.MUTED)
+    canvas.text(
+        170,
+        26,
+        "/encode has answered already: all of this runs in the background, for video only",
+        size=11.5,
+        colour=c.MUTED,
+    )
     for name, y in ROWS.items():
         canvas.text(16, y + 4, name, bold=True)
         canvas.line((LEFT, y), (868, y), c.RULE, 1)
@@ -83,7 +99,10 @@ def _states(canvas: Canvas) -> None:
     top = HEIGHT - 104
     for number, (name, bars) in enumerate(
         (
-            ("entry, hit", ((290, 182, "FILLING", c.PLAIN), (472, 340, "READY, not pinned: staging may evict it", c.DONE))),
+            (
+                "entry, hit",
+                ((290, 182, "FILLING", c.PLAIN), (472, 340, "READY, not pinned: staging may evict it", c.DONE)),
+            ),
             ("entry, miss", ((672, 62, "FILLING", c.PLAIN), (734, 134, "READY, pinned", c.DONE))),
         )
     ):

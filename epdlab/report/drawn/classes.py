@@ -13,8 +13,14 @@ OUTSIDE = Look("#8c959f", c.PAPER)
 
 
 def draw() -> str:
-    canvas = Canvas(HEIGHT, "Classes and data paths of the store directory", "Two jobs with one base class and one client library.")
-    for x, look, title in ((12, c.PREFILL, "Job 1: a tier of the KV cache"), (446, c.ENCODER, "Job 2: a cache of embeddings")):
+    """The SVG of the classes and the data paths."""
+    canvas = Canvas(
+        HEIGHT, "Classes and data paths of the store directory", "Two jobs with one base class and one client library."
+    )
+    for x, look, title in (
+        (12, c.PREFILL, "Job 1: a tier of the KV cache"),
+        (446, c.ENCODER, "Job 2: a cache of embeddings"),
+    ):
         canvas.rect(x, 10, 422, 200, Look(look.line, look.fill), radius=8, width=1)
         canvas.text(x + 14, 31, title, size=13.5, bold=True)
     _kv_tier(canvas)
@@ -29,7 +35,9 @@ def draw() -> str:
     return canvas.svg()
 
 
-def _class(canvas: Canvas, x: float, y: float, w: float, name: str, under: str = "", *, inside: bool = True, h: float = 42) -> None:
+def _class(
+    canvas: Canvas, x: float, y: float, w: float, name: str, under: str = "", *, inside: bool = True, h: float = 42
+) -> None:
     look = Look(c.STORE.line, c.STORE.fill) if inside else OUTSIDE
     canvas.box(x, y, w, h, look, name, [under] if under else [], dash="" if inside else "4 3", centre=True, size=12)
 
@@ -89,10 +97,10 @@ def _data_paths(canvas: Canvas) -> None:
     canvas.wire([(700, middle), (762, middle)], COPY, tail=True)
     canvas.wire([(338, middle), (382, middle)], c.OBJECT, tail=True)
     canvas.wire([(498, middle), (572, middle)], c.OBJECT, tail=True)
-    for x, lines in (
+    for x, words in (
         (175, ("HiCache copies pages", "down and up")),
         (360, ("one page, one or two", "objects; zero copy")),
         (535, ("one embedding, one object;", "one pointer a run")),
         (731, ("side stream down,", "assembly up")),
     ):
-        canvas.lines(x, y + 90, lines, size=11.5, anchor="middle", colour=c.MUTED, step=15)
+        canvas.lines(x, y + 90, words, size=11.5, anchor="middle", colour=c.MUTED, step=15)

@@ -15,7 +15,10 @@ STORE_Y = 470
 
 
 def draw() -> str:
-    canvas = Canvas(HEIGHT, "An EPD deployment with mooncake", "Processes on three hosts, the store, and the links between.")
+    """The SVG of the deployment."""
+    canvas = Canvas(
+        HEIGHT, "An EPD deployment with mooncake", "Processes on three hosts, the store, and the links between."
+    )
     _encoder(canvas)
     _prefill(canvas)
     _decode(canvas)
@@ -23,16 +26,49 @@ def draw() -> str:
     for rank, top in RANKS:
         _hand_off(canvas, top, rank)
     entries = ((c.HTTP, "HTTP"), (c.ACK, "ZMQ, metadata only"), (c.WRITE, "one-sided write, Transfer Engine"))
-    canvas.legend(20, HEIGHT - 16, (*entries, (c.OBJECT, "object bytes, store"), (c.RPC, "RPC"), (c.LOCAL, "inside a host")), gap=14)
+    canvas.legend(
+        20,
+        HEIGHT - 16,
+        (*entries, (c.OBJECT, "object bytes, store"), (c.RPC, "RPC"), (c.LOCAL, "inside a host")),
+        gap=14,
+    )
     return canvas.svg()
 
 
 def _encoder(canvas: Canvas) -> None:
     canvas.group(ENC_X, 44, ENC_W, 406, c.ENCODER, "Encode host")
-    canvas.box(ENC_X + 12, 74, ENC_W - 24, 56, c.ENCODER, "encode server, other ranks", ["vision tower (TP); no Transfer Engine"])
-    canvas.box(ENC_X + 12, 150, ENC_W - 24, 288, c.ENCODER, "encode server, rank 0", ["/encode and /send; owns embeddings"])
-    canvas.box(ENC_X + 128, 202, 118, 162, c.MEMORY, "Transfer Engine", ["one region over", "each embedding,", "P2PHANDSHAKE"], centre=True)
-    canvas.box(ENC_X + 24, 374, 232, 54, c.STORE, "embedding cache (optional)", ["host pool, store client, segment"], dash="5 3")
+    canvas.box(
+        ENC_X + 12,
+        74,
+        ENC_W - 24,
+        56,
+        c.ENCODER,
+        "encode server, other ranks",
+        ["vision tower (TP); no Transfer Engine"],
+    )
+    canvas.box(
+        ENC_X + 12, 150, ENC_W - 24, 288, c.ENCODER, "encode server, rank 0", ["/encode and /send; owns embeddings"]
+    )
+    canvas.box(
+        ENC_X + 128,
+        202,
+        118,
+        162,
+        c.MEMORY,
+        "Transfer Engine",
+        ["one region over", "each embedding,", "P2PHANDSHAKE"],
+        centre=True,
+    )
+    canvas.box(
+        ENC_X + 24,
+        374,
+        232,
+        54,
+        c.STORE,
+        "embedding cache (optional)",
+        ["host pool, store client, segment"],
+        dash="5 3",
+    )
     canvas.wire([(ENC_X + 60, 130), (ENC_X + 60, 150)], c.LOCAL, tail=True)
     canvas.text(ENC_X + 68, 144, "collectives", size=11, colour=c.MUTED)
 
@@ -42,11 +78,22 @@ def _prefill(canvas: Canvas) -> None:
     canvas.box(PRE_X + 12, 74, PRE_W - 24, 56, c.PREFILL, "tokenizer process", ["splits items, receives no embedding"])
     for rank, top in RANKS:
         canvas.box(PRE_X + 12, top, PRE_W - 24, RANK_H, c.PREFILL, f"scheduler, TP rank {rank}", [])
-        canvas.box(PRE_X + 24, top + 30, 120, 78, c.MEMORY, "landing memory", ["Transfer Engine", "region, this rank"], centre=True)
+        canvas.box(
+            PRE_X + 24,
+            top + 30,
+            120,
+            78,
+            c.MEMORY,
+            "landing memory",
+            ["Transfer Engine", "region, this rank"],
+            centre=True,
+        )
         canvas.text(PRE_X + 154, top + 54, "language", size=11.5)
         canvas.text(PRE_X + 154, top + 69, "model, KV cache", size=11.5)
         canvas.wire([(PRE_X + 144, top + 84), (PRE_X + 236, top + 84)], c.LOCAL)
-    canvas.box(PRE_X + 12, 416, PRE_W - 24, 26, c.STORE, "", ["HiCache store client (optional)"], dash="5 3", centre=True)
+    canvas.box(
+        PRE_X + 12, 416, PRE_W - 24, 26, c.STORE, "", ["HiCache store client (optional)"], dash="5 3", centre=True
+    )
     canvas.wire([(PRE_X + 222, 130), (PRE_X + 222, 150)], c.LOCAL)
     canvas.text(PRE_X + 214, 144, "request and plan", size=11, colour=c.MUTED, anchor="end")
     canvas.box(PRE_X + 66, 8, 132, 24, c.PLAIN, "", ["client"], centre=True)
@@ -55,7 +102,16 @@ def _prefill(canvas: Canvas) -> None:
 
 def _decode(canvas: Canvas) -> None:
     canvas.group(DEC_X, 44, DEC_W, 406, c.DECODE, "Decode")
-    canvas.box(DEC_X + 10, 150, DEC_W - 20, 256, c.DECODE, "", ["KV cache,", "language", "model,", "Transfer", "Engine"], centre=True)
+    canvas.box(
+        DEC_X + 10,
+        150,
+        DEC_W - 20,
+        256,
+        c.DECODE,
+        "",
+        ["KV cache,", "language", "model,", "Transfer", "Engine"],
+        centre=True,
+    )
     for _, top in RANKS:
         canvas.wire([(PRE_X + PRE_W - 12, top + 84), (DEC_X + 10, top + 84)], c.WRITE)
         canvas.text(728, top + 74, "KV", size=11.5, anchor="middle")
@@ -75,9 +131,33 @@ def _hand_off(canvas: Canvas, top: int, rank: int) -> None:
 
 def _store(canvas: Canvas) -> None:
     canvas.rect(ENC_X, STORE_Y, 848, 132, c.Look(c.STORE.line, "#fdf7fa"), radius=8)
-    canvas.text(ENC_X + 12, STORE_Y + 120, "Mooncake Store: everything in this colour needs the master", size=12.5, bold=True, colour="#8a3f66")
-    canvas.text(850, STORE_Y + 120, "The rest finds its peer by handshake and needs no master", size=12, anchor="end", colour=c.MUTED)
-    canvas.box(330, STORE_Y + 26, 200, 62, c.STORE, "mooncake_master", ["keys, replicas, leases, free space", "never touches the bytes"], centre=True, size=12)
+    canvas.text(
+        ENC_X + 12,
+        STORE_Y + 120,
+        "Mooncake Store: everything in this colour needs the master",
+        size=12.5,
+        bold=True,
+        colour="#8a3f66",
+    )
+    canvas.text(
+        850,
+        STORE_Y + 120,
+        "The rest finds its peer by handshake and needs no master",
+        size=12,
+        anchor="end",
+        colour=c.MUTED,
+    )
+    canvas.box(
+        330,
+        STORE_Y + 26,
+        200,
+        62,
+        c.STORE,
+        "mooncake_master",
+        ["keys, replicas, leases, free space", "never touches the bytes"],
+        centre=True,
+        size=12,
+    )
     canvas.box(40, STORE_Y + 26, 190, 62, c.STORE, "donor: segment", ["embedding objects"], centre=True, size=12)
     canvas.box(640, STORE_Y + 26, 190, 62, c.STORE, "donor: segment", ["KV pages"], centre=True, size=12)
     canvas.wire([(100, 428), (100, STORE_Y + 26)], c.OBJECT, tail=True)

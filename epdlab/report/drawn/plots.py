@@ -23,7 +23,9 @@ def transfer(result: Json) -> str:
     labels = [size_label(row["bytes"]) for row in rows]
     bare = Series("bare transfer_sync_write", BARE, [row["bare_gbps"] for row in rows], "6 3")
     path = Series("whole /send path", OURS, [row["path_gbps"] for row in rows])
-    canvas = Canvas(336, "Goodput of the transfer", "Goodput of the bare write and of the whole send path by size, and their ratio.")
+    canvas = Canvas(
+        336, "Goodput of the transfer", "Goodput of the bare write and of the whole send path by size, and their ratio."
+    )
     low, high, ticks = decades([*bare.values, *path.values])
     left = Frame(canvas, 52, 66, 400, 206, low, high, log=True)
     left.axes("Goodput", "GB/s, logarithmic", labels, ticks)
@@ -38,16 +40,33 @@ def transfer(result: Json) -> str:
 
 
 def landing(result: Json) -> str:
-    """`bench_landing`: setting landing memory up for each request or cutting a slot, and a write into fresh or warm memory."""
-    canvas = Canvas(336, "Cost of landing memory", "Two charts by size: setting memory up, and the first write into it.")
+    """`bench_landing`: memory for each request or a slot of a pool, and a write into fresh or warm memory."""
+    canvas = Canvas(
+        336, "Cost of landing memory", "Two charts by size: setting memory up, and the first write into it."
+    )
     panels = (
-        ("setup", "Get it and give it back", "µs at the median, logarithmic", ("per_request_us", "each request its own"), ("pool_us", "slot of a pool")),
-        ("first_touch", "A write into it", "ms at the median, logarithmic", ("fresh_ms", "fresh memory"), ("warm_ms", "memory written before")),
+        (
+            "setup",
+            "Get it and give it back",
+            "µs at the median, logarithmic",
+            ("per_request_us", "each request its own"),
+            ("pool_us", "slot of a pool"),
+        ),
+        (
+            "first_touch",
+            "A write into it",
+            "ms at the median, logarithmic",
+            ("fresh_ms", "fresh memory"),
+            ("warm_ms", "memory written before"),
+        ),
     )
     for number, (field, title, unit, *kinds) in enumerate(panels):
         rows = _need(result, field, "bench_landing")
         styles = ((BARE, "6 3"), (OURS, ""))
-        series = [Series(name, colour, [row[k] for row in rows], dash) for (k, name), (colour, dash) in zip(kinds, styles, strict=True)]
+        series = [
+            Series(name, colour, [row[k] for row in rows], dash)
+            for (k, name), (colour, dash) in zip(kinds, styles, strict=True)
+        ]
         low, high, ticks = decades([v for one in series for v in one.values])
         frame = Frame(canvas, 58 + number * 440, 66, 364, 206, low, high, log=True)
         frame.axes(title, unit, [size_label(row["bytes"]) for row in rows], ticks)
@@ -58,13 +77,20 @@ def landing(result: Json) -> str:
 
 def store(result: Json) -> str:
     """`bench_store`: goodput of GET and PUT against the bare store calls and a memory copy, and time saved per hit."""
-    canvas = Canvas(330, "The embedding cache", "Goodput of GET and PUT by size, and the time of a hit against the vision tower.")
+    canvas = Canvas(
+        330, "The embedding cache", "Goodput of GET and PUT by size, and the time of a hit against the vision tower."
+    )
     copies = _need(result, "memcpy", "bench_store")
     both = [_kind(result, kind, copies) for kind in ("get", "put")]
     low, high, ticks = decades([v for series in both for one in series for v in one.values])
     for number, (title, series) in enumerate(zip(("GET", "PUT"), both, strict=True)):
         frame = Frame(canvas, 52 + number * 288, 60, 234, 206, low, high, log=True)
-        frame.axes(title, "GB/s, logarithmic", [label.replace("iB", "") for label in _need(result, title.lower(), "bench_store")], ticks)
+        frame.axes(
+            title,
+            "GB/s, logarithmic",
+            [label.replace("iB", "") for label in _need(result, title.lower(), "bench_store")],
+            ticks,
+        )
         frame.lines(series)
     saved = _need(result, "saved", "bench_store")
     pairs = (("vision tower", "vision_ms", BARE), ("hit: lookup and GET", "hit_ms", OURS))
@@ -90,5 +116,7 @@ def _kind(result: Json, kind: str, copies: Json) -> list[Series]:
 
 def _need(result: Json, field: str, name: str) -> Any:
     if field not in result:
-        raise UsageError(f"results/{name}.json has no {field!r}; make it anew with `python -m epdlab bench {name[6:]} --write`")
+        raise UsageError(
+            f"results/{name}.json has no {field!r}; make it anew with `python -m epdlab bench {name[6:]} --write`"
+        )
     return result[field]

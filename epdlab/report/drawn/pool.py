@@ -1,4 +1,4 @@
-"""The encoder's host pool: its pages, runs and entries, made by the lab's own page bookkeeping, and the entry's states."""
+"""The encoder's host pool: its pages, runs and entries, made by the lab's own bookkeeping, and their states."""
 
 from __future__ import annotations
 
@@ -45,10 +45,17 @@ def _filled(pool: PagePool, name: str, nbytes: int) -> Entry:
 
 
 def draw() -> str:
+    """The SVG of the pool, its entries, and the states of one."""
     pool = scene()
-    canvas = Canvas(HEIGHT, "The host pool", "A pool of 24 pages with four entries, one of them in two runs, and the states of an entry.")
+    canvas = Canvas(
+        HEIGHT,
+        "The host pool",
+        "A pool of 24 pages with four entries, one of them in two runs, and the states of an entry.",
+    )
     canvas.text(LEFT, 28, "One pool: page-locked host memory, registered once", size=13.5, bold=True)
-    canvas.text(LEFT, 48, f"{PAGES} pages of {PAGE // 1024} KiB here; an entry owns whole pages", size=11.5, colour=c.MUTED)
+    canvas.text(
+        LEFT, 48, f"{PAGES} pages of {PAGE // 1024} KiB here; an entry owns whole pages", size=11.5, colour=c.MUTED
+    )
     _pages(canvas, pool)
     _entries(canvas, pool)
     _queue(canvas, eviction_order())
@@ -74,7 +81,9 @@ def _entries(canvas: Canvas, pool: PagePool) -> None:
         canvas.text(x, y - 22, title, size=11.5, colour=c.MUTED)
     for number, entry in enumerate(sorted(pool.entries, key=lambda entry: entry.key)):
         top = y + number * 27
-        canvas.rect(LEFT, top - 13, 84, 20, LOOKS[entry.key], radius=3, dash="4 3" if entry.state is EntryState.FILLING else "")
+        canvas.rect(
+            LEFT, top - 13, 84, 20, LOOKS[entry.key], radius=3, dash="4 3" if entry.state is EntryState.FILLING else ""
+        )
         canvas.text(LEFT + 42, top + 2, f"entry {entry.key}", anchor="middle", bold=True, size=12)
         runs = ", ".join(_span(run) for run in entry.runs)
         canvas.text(150, top + 2, runs, size=12)
@@ -95,7 +104,9 @@ def _queue(canvas: Canvas, order: list[str]) -> None:
     for number, key in enumerate(order):
         canvas.box(230 + number * 76, y - 16, 56, 32, LOOKS[key], key, centre=True)
     canvas.wire([(230, y), (206, y)], c.FAULT)
-    canvas.text(230 + 76 * len(order) + 4, y + 5, "A is pinned, C is filling: neither can be evicted", size=11.5, colour=c.MUTED)
+    canvas.text(
+        230 + 76 * len(order) + 4, y + 5, "A is pinned, C is filling: neither can be evicted", size=11.5, colour=c.MUTED
+    )
 
 
 def _states(canvas: Canvas) -> None:
@@ -111,9 +122,13 @@ def _states(canvas: Canvas) -> None:
     for start, end, label in arrows:
         canvas.wire([start, end], c.Stroke(c.INK, 1.4))
         below = end[0] < start[0]
-        canvas.text((start[0] + end[0]) / 2, start[1] + (16 if below else -6), label, size=11, anchor="middle", colour=c.MUTED)
+        canvas.text(
+            (start[0] + end[0]) / 2, start[1] + (16 if below else -6), label, size=11, anchor="middle", colour=c.MUTED
+        )
     if EntryState.GONE in TRANSITIONS[EntryState.READY]:
         canvas.wire([(712, y + 18), (712, y + 52), (242, y + 52), (242, y + 18)], c.Stroke(c.INK, 1.4))
-        canvas.text(477, y + 46, "evicted: only when an allocation lacks pages", size=11, anchor="middle", colour=c.MUTED)
+        canvas.text(
+            477, y + 46, "evicted: only when an allocation lacks pages", size=11, anchor="middle", colour=c.MUTED
+        )
     canvas.text(772, y - 2, "pinned by", size=11, colour=c.MUTED)
     canvas.text(772, y + 12, "its readers", size=11, colour=c.MUTED)

@@ -34,7 +34,9 @@ def layout_of(events: Sequence[Event], title: str) -> Drawing:
     """The landing memory of rank 0 when it held the most: the latest such moment, when all parts are noted."""
     moments = [i for i, event in enumerate(events) if event.process == "rank0" and event.phase == "end"]
     if not moments:
-        raise UsageError("the recorded trace has no step of rank0; record it anew with `python -m epdlab report --traces`")
+        raise UsageError(
+            "the recorded trace has no step of rank0; record it anew with `python -m epdlab report --traces`"
+        )
     best = max(moments, key=lambda i: (_held(events, i), i))
     return layout(of_trace(events, "rank0", best), title)
 
@@ -45,7 +47,7 @@ def region_states() -> Drawing:
 
 
 def _from_request(events: Sequence[Event]) -> list[Event]:
-    """The events with those before the request moved to its start: what processes did while they came up takes no room."""
+    """The events with those before the request moved to its start: coming up takes no room."""
     start = next((event.t for event in events if event.step == "request.start" and event.req == REQUEST), None)
     if start is None:
         raise UsageError(f"the recorded trace has no {REQUEST}; record it anew with `python -m epdlab report --traces`")

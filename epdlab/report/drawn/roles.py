@@ -77,8 +77,11 @@ ROWS: tuple[Phase | Message | Work, ...] = (
 
 
 def draw() -> str:
+    """The SVG of the request, phase by phase."""
     bottom = TOP + sum(row.height for row in ROWS) + 14
-    canvas = Canvas(bottom + 40, "One request through all roles", "Messages of one request between five roles, in four phases.")
+    canvas = Canvas(
+        bottom + 40, "One request through all roles", "Messages of one request between five roles, in four phases."
+    )
     _bands(canvas, bottom)
     for name, under, x, look in LANES:
         canvas.line((x, 54), (x, bottom), "#b9c1ca", 1.3)
@@ -94,12 +97,15 @@ def draw() -> str:
             _message(canvas, row, y)
     entries = ((c.HTTP, "HTTP"), (c.LOCAL, "inside the host"), (c.WRITE, "one-sided write"), (c.ACK, "ZMQ"))
     canvas.legend(16, bottom + 25, entries, gap=18)
-    canvas.text(864, bottom + 25, "N: prefill TP ranks. P: parts of the request.", size=11.5, anchor="end", colour=c.MUTED)
+    canvas.text(
+        864, bottom + 25, "N: prefill TP ranks. P: parts of the request.", size=11.5, anchor="end", colour=c.MUTED
+    )
     return canvas.svg()
 
 
 def _bands(canvas: Canvas, bottom: float) -> None:
-    y, tops = float(TOP), []
+    y = float(TOP)
+    tops: list[tuple[float, Phase]] = []
     for row in ROWS:
         if isinstance(row, Phase):
             tops.append((y + 10 * bool(tops), row))

@@ -1,4 +1,4 @@
-"""When /encode answers: after the vision tower for images and audio, before it for video, and what siblings wait for."""
+"""When /encode answers: after the vision tower for images and audio, before it for video, and what ranks wait for."""
 
 from __future__ import annotations
 
@@ -73,16 +73,31 @@ VIDEO = Panel(
         (550, "event loop", "rank 1", "size"),
         (672, "rank 1", "event loop", "/send"),
     ),
-    "The size comes from the grid. One rank overlaps its allocation with the tower, its siblings are answered after it; the embedding stays on the GPU.",
+    "The size comes from the grid. One rank overlaps its allocation with the tower, its siblings are answered after "
+    "it; the embedding stays on the GPU.",
 )
 
 
 def draw() -> str:
-    canvas = Canvas(2 * PANEL + 62, "Two paths through /encode", "Time runs to the right: the batched path above, the asynchronous video path below.")
+    """The SVG of both paths, one above the other."""
+    canvas = Canvas(
+        2 * PANEL + 62,
+        "Two paths through /encode",
+        "Time runs to the right: the batched path above, the asynchronous video path below.",
+    )
     for number, panel in enumerate((BATCHED, VIDEO)):
         _panel(canvas, panel, 12 + number * (PANEL + 8))
     y = 2 * PANEL + 46
-    canvas.legend(18, y, ((c.HTTP, "HTTP"), (c.PREFILL, "landing memory"), (c.WRITE_LOOK, "writes and acks"), (BLOCKED, "the loop serves no /send, no ack, no probe")))
+    canvas.legend(
+        18,
+        y,
+        (
+            (c.HTTP, "HTTP"),
+            (c.PREFILL, "landing memory"),
+            (c.WRITE_LOOK, "writes and acks"),
+            (BLOCKED, "the loop serves no /send, no ack, no probe"),
+        ),
+    )
     return canvas.svg()
 
 
@@ -97,12 +112,12 @@ def _panel(canvas: Canvas, panel: Panel, top: float) -> None:
     for name, start, width, look, text in panel.bars:
         canvas.rect(start, ys[name] - HALF, width, 2 * HALF, look, radius=3)
         canvas.text(start + width / 2, ys[name] + 4, text, size=11.5, anchor="middle")
-    for time, start, end, label in panel.calls:
-        down = 1 if ys[end] > ys[start] else -1
-        first, last = _edge(panel, time, start, ys[start], down), _edge(panel, time, end, ys[end], -down)
+    for time, sender, receiver, label in panel.calls:
+        down = 1 if ys[receiver] > ys[sender] else -1
+        first, last = _edge(panel, time, sender, ys[sender], down), _edge(panel, time, receiver, ys[receiver], -down)
         canvas.wire([(time, first), (time, last)], c.HTTP)
-        rank = start if start.startswith("rank") else end
-        reply = start == "event loop"
+        rank = sender if sender.startswith("rank") else receiver
+        reply = sender == "event loop"
         y = ys[rank] + (26 if rank == "rank 0" else -18)
         canvas.text(time + (-6 if reply else 6), y, label, size=11, anchor="end" if reply else "start", halo=True)
     canvas.text(20, top + PANEL - 12, panel.note, size=12, colour=c.MUTED)
