@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from .encode_server import Prepared, Tower
 from .engine import TensorBuffer
+from .hold import Hold
 from .labels import REQUEST_LABELS
 from .modality import Modality
 from .ports import Buffer
 from .steps import Steps
-from .store import CacheConfig, EmbeddingCache, Hold
+from .store import CacheConfig, EmbeddingCache
 from .store_client import StoreClient, StoreConfig
 from .store_object import Item, cache_key
 

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from .engine import error_for
-from .errors import EncodeFailed, EpdLabError, LostEmbedding, MetadataMismatch, StateError, one_line
+from .errors import EncodeFailed, EpdLabError, LostEmbedding, MetadataMismatch, PeerLost, StateError, one_line
 from .messages import (
     Ack,
     EncodeReply,
@@ -124,6 +124,12 @@ class EmbeddingData:
         self.suspect = False
         self.timer: Timer | None = None
 
+    def asked_by(self, request: EncodeRequest) -> bool:
+        """Whether a sibling rank asks for the same thing, not only by the same id."""
+        ours, theirs = self.request, request
+        same = (ours.mm_items, ours.modality, ours.num_parts)
+        return same == (theirs.mm_items, theirs.modality, theirs.num_parts)
+
     @property
     def timed(self) -> bool:
         """Whether nothing runs for this part and a timer will clean it up."""
@@ -185,6 +191,7 @@ class MMEncoder:
         self._queues: dict[Modality, list[EmbeddingData]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop_lock = asyncio.Lock()
+        self._closing = False
 
     async def start(self) -> str:
         """Serve /encode, /send and /health; the base URL."""
@@ -215,12 +222,17 @@ class MMEncoder:
 
         Raises:
             EncodeFailed: preprocessing or the forward failed; MediaError: an item was refused.
+            MetadataMismatch: the id stands for other items. PeerLost: the encoder is closing.
         """
+        if self._closing:
+            raise PeerLost(f"{self.steps.process} is closing; ask another encoder")
         key = part_id(request.req_id, request.part_idx)
         part = self.parts.get(key)
         if part is None:
             part = self.parts[key] = EmbeddingData(request)
             self._spawn(self._make(part))
+        elif not part.asked_by(request):
+            raise MetadataMismatch(f"{key} is in use for other items or another split; give every request its own req_id")
         await part.described.wait()
         if part.error is not None:
             raise part.error
@@ -253,24 +265,28 @@ class MMEncoder:
     async def batch_encode(self, parts: Sequence[EmbeddingData]) -> None:
         """One vision forward for several parts of a modality (upstream fuses up to 8 queued requests)."""
         try:
-            buffers = await self.steps.wait(
+            buffers: list[Buffer] = await self.steps.wait(
                 "encode.forward",
                 lambda: self.tower.forward([part.prepared for part in parts if part.prepared is not None]),
                 lambda buffers: {"data": {"parts": [part.key for part in parts]}},
                 bytes=sum(part.prepared.nbytes for part in parts if part.prepared is not None),
                 **parts[0].labels,
             )
+            made = list(zip(parts, buffers, strict=True))
         except Exception as error:
             for part in parts:
                 await self._fail(part, error)
             return
-        for part, buffer in zip(parts, buffers, strict=True):
-            await self._stage(part, buffer)
+        for part, buffer in made:
+            try:
+                await self._stage(part, buffer)
+            except Exception as error:
+                await self._fail(part, error)
 
     async def _stage(self, part: EmbeddingData, buffer: Buffer) -> None:
-        """The embedding is there: let waiting /send calls go on."""
+        """The embedding is there: let waiting /send calls go on, also where it came too late."""
         if part.state is not PartState.ENCODING:
-            buffer.free()
+            await self._too_late(part, buffer)
             return
         buffer.synchronize()
         part.buffer = buffer
@@ -280,8 +296,19 @@ class MMEncoder:
             self.steps.note("embedding.ready", **part.labels, address=buffer.address, bytes=buffer.nbytes, data=data)
         if self._registers_when_ready(part):
             await self._shared_region(part, buffer, part.labels)
+            if part.state is not PartState.ENCODING:
+                await self._too_late(part, buffer)
+                return
         part._transition(PartState.READY)
         self._describe(part)
+        part.ready.set()
+
+    async def _too_late(self, part: EmbeddingData, buffer: Buffer) -> None:
+        """The clean-up timer was faster than the forward: what was made goes, and who waits for it is told."""
+        part.buffer = None
+        for region in part.kept_regions:
+            await self._deregister(region, part.labels)
+        buffer.free()
         part.ready.set()
 
     def _registers_when_ready(self, part: EmbeddingData) -> bool:
@@ -350,7 +377,7 @@ class MMEncoder:
             raise EncodeFailed(f"part {part.key}: {part.error}")
         buffer = part.buffer
         if buffer is None:
-            raise LostEmbedding(f"the embedding of {part.key} was dropped by a sibling's /send; keep it until clean-up")
+            raise LostEmbedding(f"the embedding of {part.key} is gone, by a sibling's /send or the clean-up timer")
         if request.embedding_size != buffer.nbytes:
             raise MetadataMismatch(f"{part.key} has {buffer.nbytes} bytes, not {request.embedding_size}; /encode again")
         region = await self._source_region(part, buffer, labels)
@@ -483,11 +510,13 @@ class MMEncoder:
 
     async def _withdraw(self, part: EmbeddingData) -> None:
         part.timer = None
-        for region in part.kept_regions:
-            await self._deregister(region, part.labels)
-        await self._drop(part, part.labels)
-        part._transition(PartState.RELEASED)
-        self.releasing.discard(part)
+        try:
+            for region in part.kept_regions:
+                await self._deregister(region, part.labels)
+        finally:
+            await self._drop(part, part.labels)
+            part._transition(PartState.RELEASED)
+            self.releasing.discard(part)
 
     async def _deregister(self, region: MemoryRegion, labels: dict[str, Any]) -> None:
         await self.regions.release(region, must_succeed=self.profile.has(Rule.CHECK_REGISTER_STATUS), **labels)
@@ -533,18 +562,27 @@ class MMEncoder:
         }
 
     async def close(self) -> None:
-        """Cancel what runs, release every part, withdraw every region. The engine stays its owner's."""
+        """Cancel what runs, let writes end, release every part, withdraw every region. The engine stays its owner's."""
+        self._closing = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for part in [*self.parts.values(), *self.releasing]:
-            if part.timer is not None:
-                part.timer.cancel()
-            part.buffer = None
-        for region in self.regions.live:
-            await self.regions.release(region, must_succeed=False)
+            self._abandon(part)
         self.parts.clear()
         self.releasing.clear()
+        for region in self.regions.live:
+            await region.drained()
+            await self.regions.release(region, must_succeed=False)
+
+    def _abandon(self, part: EmbeddingData) -> None:
+        """Whoever waits for this part is told, and finds nothing."""
+        if part.timer is not None:
+            part.timer.cancel()
+        part.error = part.error or PeerLost(f"{self.steps.process} is closing; ask another encoder")
+        part.buffer = None
+        part.described.set()
+        part.ready.set()
 
 
 def _send_labels(request: SendRequest) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
-REQUEST_LABELS: ContextVar[Mapping[str, Any]] = ContextVar("REQUEST_LABELS", default={})
+REQUEST_LABELS: ContextVar[Mapping[str, Any]] = ContextVar("REQUEST_LABELS", default=MappingProxyType({}))
 """Labels of the request being served: `req`, and `part` where there is one."""

@@ -19,6 +19,7 @@ from .steps import Steps
 
 ALIGNMENT = 256
 MAX_WAITERS = 64
+POOL = "pool"
 
 
 class SlotState(Enum):
@@ -157,7 +158,7 @@ class LandingPool(_Slots):
     async def open(self) -> None:
         """Allocate and register the pool, once."""
         self._buffer = self._engine.allocate(self.nbytes)
-        self._region = await self.regions.register(self._buffer, "pool", must_succeed=self._must_succeed)
+        self._region = await self.regions.register(self._buffer, POOL, must_succeed=self._must_succeed)
 
     async def allocate(self, nbytes: int, owner: str, **labels: Any) -> LandingSlot:
         """Cut a slot, waiting in line for room.

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from .errors import EpdLabError, HandoffError, LabError, PeerLost, error_of, one_line
+from .errors import EpdLabError, HandoffError, LabError, MetadataMismatch, PeerLost, error_of, one_line
 from .messages import MAX_BODY_BYTES, MAX_FRAME_BYTES, ErrorReply, from_json, to_json
 from .ports import Handler
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_MS = 5_000
 HTTP_TIMEOUT_S = 1_800.0
+SHUTDOWN_S = 0.1
 
 
 class ZmqAcks:
@@ -76,9 +77,9 @@ class HttpZmqLink:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for path, handler in handlers.items():
             app.router.add_route("*" if path == "/health" else "POST", path, _endpoint(handler))
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, self.host, self.port)
         try:
             await site.start()
         except OSError as error:
@@ -122,6 +123,9 @@ def _endpoint(handler: Handler) -> Any:
             return web.Response(body=body, content_type="application/json")
         except EpdLabError as error:
             return _failure(error.kind, str(error), error.http_status)
+        except web.HTTPRequestEntityTooLarge:
+            text = f"a body of over {MAX_BODY_BYTES} bytes; send items by reference"
+            return _failure(MetadataMismatch.kind, text, web.HTTPRequestEntityTooLarge.status_code)
         except Exception as error:
             log.exception("handler of %s failed", request.path)
             return _failure("error", one_line(error), 500)

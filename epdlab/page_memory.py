@@ -6,12 +6,14 @@ made here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
 from .engine import TensorBuffer
 from .pages import Entry, PagePool
-from .store_object import HEADER, Bytes, Item, checksum
+from .store_object import BLOCK_BYTES, HEADER, Bytes, Item, checksum
 
 Extents = list[tuple[int, int]]
 
@@ -41,12 +43,15 @@ class PageMemory:
 
     def write(self, entry: Entry, item: Item, rows: torch.Tensor) -> None:
         """Copy an embedding, any contiguous tensor of the entry's size, into its pages, and make its header."""
-        self._copy(entry, rows, out=False)
-        self._header(entry)[:] = np.frombuffer(item.header(self.checksum(entry)), np.uint8)
+        header = item.header(checksum(self._copied_in(entry, rows)))
+        self._header(entry)[:] = np.frombuffer(header, np.uint8)
 
     def read(self, entry: Entry, rows: torch.Tensor) -> None:
         """Copy the entry's bytes out into a contiguous tensor of its size."""
-        self._copy(entry, rows, out=True)
+        flat, at = _flat(rows), 0
+        for offset, nbytes in self._pool.extents(entry):
+            _copy(flat[at : at + nbytes], self.buffer.tensor[offset : offset + nbytes])
+            at += nbytes
 
     def intact(self, entry: Entry, item: Item) -> bool:
         """Whether the pages hold just this item: header and checksum."""
@@ -56,12 +61,16 @@ class PageMemory:
         """Checksum of the entry's bytes without its header."""
         return checksum(self._bytes[offset : offset + nbytes] for offset, nbytes in self._pool.extents(entry))
 
-    def _copy(self, entry: Entry, rows: torch.Tensor, out: bool) -> None:
-        flat, at = rows.detach().view(-1).view(torch.uint8), 0
+    def _copied_in(self, entry: Entry, rows: torch.Tensor) -> Iterator[Bytes]:
+        """Copy piece by piece; each is handed on while it is still in the CPU's cache."""
+        flat, at = _flat(rows), 0
+        step = BLOCK_BYTES if rows.device.type == "cpu" else entry.nbytes
         for offset, nbytes in self._pool.extents(entry):
-            page, piece = self.buffer.tensor[offset : offset + nbytes], flat[at : at + nbytes]
-            _copy(piece, page) if out else _copy(page, piece)
-            at += nbytes
+            for start in range(offset, offset + nbytes, step):
+                length = min(step, offset + nbytes - start)
+                _copy(self.buffer.tensor[start : start + length], flat[at : at + length])
+                yield self._bytes[start : start + length]
+                at += length
 
     def _header_at(self, entry: Entry) -> int:
         return self._headers_at + entry.runs[0].start * HEADER.size
@@ -72,6 +81,10 @@ class PageMemory:
 
     def __repr__(self) -> str:
         return f"PageMemory({self.buffer!r})"
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows.detach().view(-1).view(torch.uint8)
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -24,10 +24,10 @@ from .errors import (
     UsageError,
     one_line,
 )
-from .landing import Landing, LandingSlot, SlotState
+from .landing import POOL, Landing, LandingSlot, SlotState
 from .messages import Ack, EncodeReply, EncodeRequest, SendReply, SendRequest, from_frame, from_json, to_json
 from .modality import Modality
-from .ports import AckSocket, Buffer, Clock, EnginePort, LinkPort
+from .ports import AckSocket, Buffer, Clock, EnginePort, LinkPort, Timer
 from .rules import Profile, Rule
 from .steps import Steps
 
@@ -184,6 +184,7 @@ class MMReceiver:
         self.requests: dict[str, WaitingRequest] = {}
         self.dropped = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._quarantines: dict[str, Timer] = {}
 
     async def receive(self, req_id: str, items: Sequence[Item]) -> Received:
         """Bring a request's embeddings into this rank's landing memory.
@@ -197,16 +198,20 @@ class MMReceiver:
         self.steps.note("request.start", **labels, data={"parts": len(request.plan)})
         task = asyncio.current_task()
         timer = self.clock.timer("deadline", self.config.deadline_s, lambda: self._expire(request, task), **labels)
-        acks = self.link.acks()
         try:
-            received = await self._receive(request, acks)
+            return await self._with_acks(request)
         except BaseException as error:
             reason = await self._give_up(request, error)
             raise reason from None
         finally:
             timer.cancel()
+
+    async def _with_acks(self, request: WaitingRequest) -> Received:
+        acks = self.link.acks()
+        try:
+            return await self._receive(request, acks)
+        finally:
             acks.close()
-        return received
 
     async def _receive(self, request: WaitingRequest, acks: AckSocket) -> Received:
         await self._encode(request, acks.port)
@@ -218,7 +223,7 @@ class MMReceiver:
         request.transition(RequestState.LANDED)
         received = Received(self, request, request.slot.buffer.slice(0, total))
         if not self.profile.has(Rule.HOLD_LANDING_UNTIL_CONSUMED):
-            await self.landing.free(request.slot, **self._labels(request))
+            await self._surely(self.landing.free(request.slot, **self._labels(request)))
         return received
 
     # ---- phase 1: /encode ----------------------------------------------------------------------------------------
@@ -251,7 +256,10 @@ class MMReceiver:
             peer=url,
             **self._labels(request, part.part_idx),
         )
-        return from_json(body, EncodeReply)
+        reply = from_json(body, EncodeReply)
+        if self.profile.has(Rule.CHECK_METADATA):
+            _check_reply(request, part, reply)
+        return reply
 
     # ---- phase 2: /send, and phase 3: acks -----------------------------------------------------------------------
 
@@ -354,7 +362,7 @@ class MMReceiver:
         request.transition(RequestState.CONSUMED)
         self.requests.pop(request.req_id, None)
         self.steps.note("request.finish", **self._labels(request), result="ok")
-        await self._reclaim(request)
+        await self._surely(self._reclaim(request))
 
     async def _give_up(self, request: WaitingRequest, error: BaseException) -> BaseException:
         """Release what a failed request holds; the error to raise."""
@@ -365,11 +373,12 @@ class MMReceiver:
         if self.profile.has(Rule.DRAIN_BEFORE_RELEASE):
             self._spawn(self._reclaim(request))
         else:
-            await self._reclaim(request)
+            await self._surely(self._reclaim(request))
         return reason
 
     def _reason(self, request: WaitingRequest, error: BaseException) -> BaseException:
         if request.expired:
+            _uncancel()
             return DeadlineExceeded(
                 f"{request.req_id} had not landed after {self.config.deadline_s:g} s (it was {request.state.value}); "
                 "see the trace for the step it waited at"
@@ -399,17 +408,19 @@ class MMReceiver:
         labels = self._labels(request)
         await self.landing.quarantine(slot, **labels)
         fire = lambda: self._spawn(self._after_quarantine(request, slot))  # noqa: E731
-        self.clock.timer("quarantine", self.config.quarantine_s, fire, **labels)
+        self._quarantines[slot.name] = self.clock.timer("quarantine", self.config.quarantine_s, fire, **labels)
 
     async def _after_quarantine(self, request: WaitingRequest, slot: LandingSlot) -> None:
         labels = self._labels(request)
+        del self._quarantines[slot.name]
         await self.steps.do("timer.fire", lambda: None, data={"timer": "quarantine"}, **labels)
         await self.landing.free(slot, **labels)
 
     def _expire(self, request: WaitingRequest, task: asyncio.Task[Any] | None) -> None:
         async def fire() -> None:
             await self.steps.do("timer.fire", lambda: None, data={"timer": "deadline"}, **self._labels(request))
-            if request.req_id in self.requests and request.state is not RequestState.LANDED and task is not None:
+            runs = self.requests.get(request.req_id) is request and request.state is not RequestState.LANDED
+            if runs and task is not None:
                 request.expired = True
                 task.cancel()
 
@@ -434,6 +445,10 @@ class MMReceiver:
         task.add_done_callback(self._reap)
         return task
 
+    async def _surely(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work that goes on even if whoever waits is cancelled: what is released is released once, and whole."""
+        await asyncio.shield(self._spawn(work))
+
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -449,14 +464,26 @@ class MMReceiver:
         return results
 
     def census(self) -> dict[str, int]:
-        """What is still held, by kind. A quarantined slot waits for its timer: it counts as `timed`."""
+        """What is still held, by kind. A quarantined slot waits for its timer: it counts as `timed`.
+
+        `regions` are those that neither a slot nor the pool accounts for.
+        """
         slots = self.landing.slots
         timed = sum(slot.state is SlotState.QUARANTINED for slot in slots)
-        requests = len(self.requests)
-        return {"requests": requests, "slots": len(slots) - timed, "tasks": len(self._tasks), "timed": timed}
+        owned = {id(slot.region) for slot in slots}
+        strays = [r for r in self.landing.regions.live if id(r) not in owned and r.owner != POOL]
+        return {
+            "requests": len(self.requests),
+            "slots": len(slots) - timed,
+            "regions": len(strays),
+            "tasks": len(self._tasks),
+            "timed": timed,
+        }
 
     async def close(self) -> None:
         """Cancel what runs, give all landing memory back. The engine stays its owner's."""
+        for timer in self._quarantines.values():
+            timer.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -480,6 +507,24 @@ def split_items(items: Sequence[Item], encoders: int) -> list[PartPlan]:
             first, last = (len(refs) * k // min(encoders, len(refs)) for k in (index, index + 1))
             plan.append(PartPlan(len(plan), index, modality, tuple(refs[first:last])))
     return plan
+
+
+def _uncancel() -> None:
+    """The deadline cancelled this task to end its request; to the outside it was not cancelled."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+
+
+def _check_reply(request: WaitingRequest, part: PartPlan, reply: EncodeReply) -> None:
+    said = (reply.req_id, reply.part_idx, reply.num_parts, reply.modality)
+    asked = (request.req_id, part.part_idx, len(request.plan), part.modality)
+    if said != asked:
+        raise MetadataMismatch(f"/encode of {asked} was answered for {said}; is the encoder of this release?")
+    cells = reply.embedding_len * reply.embedding_dim
+    if min(reply.embedding_len, reply.embedding_dim, reply.embedding_size) < 1 or reply.embedding_size % cells:
+        shape = f"{reply.embedding_size} bytes for [{reply.embedding_len}, {reply.embedding_dim}]"
+        raise MetadataMismatch(f"/encode of part {part.part_idx} says {shape}, which is no embedding")
 
 
 def _check_ack(request: WaitingRequest, ack: Ack) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError, one_line
+from .hold import Fill, Hold
 from .labels import REQUEST_LABELS
 from .page_memory import PageMemory
 from .pages import Entry, PagePool
@@ -80,50 +81,6 @@ class Counters:
         return {name: value for name, value in asdict(self).items() if name != "reasons"}
 
 
-class Hold:
-    """What one request found: its entries, pinned until `release`, so that none is evicted before it is read.
-
-    Attributes:
-        expected: which items are here, on their way, or in the store.
-        entries: the pinned entry of each item that is here.
-    """
-
-    def __init__(self, pool: PagePool, items: Sequence[Item]) -> None:
-        self.items = list(items)
-        self.expected = [False] * len(self.items)
-        self.entries: list[Entry | None] = [None] * len(self.items)
-        self.released = False
-        self._pool = pool
-
-    def take(self, index: int, entry: Entry) -> None:
-        """Pin a READY entry for this request. Too late, it does nothing."""
-        if not self.released and self.entries[index] is None:
-            self._pool.pin(entry)
-            self.entries[index], self.expected[index] = entry, True
-
-    def release(self) -> None:
-        """Let every entry go. Idempotent."""
-        self.released = True
-        for index, entry in enumerate(self.entries):
-            if entry is not None:
-                self.entries[index] = None
-                self._pool.unpin(entry)
-
-    def __repr__(self) -> str:
-        held = sum(entry is not None for entry in self.entries)
-        return f"Hold({held} of {len(self.items)} items, {'released' if self.released else 'held'})"
-
-
-class _Fill:
-    """An entry being filled, and who waits for it. Once somebody waited in vain it is `late`: nobody else waits."""
-
-    def __init__(self, item: Item, entry: Entry) -> None:
-        self.item, self.entry = item, entry
-        self.waiting: list[tuple[Hold, int]] = []
-        self.late = False
-        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-
 class EmbeddingCache:
     """A pool of pages in this process, in front of a store that others share.
 
@@ -137,7 +94,7 @@ class EmbeddingCache:
         self.counters = Counters()
         self.pool = PagePool(self.config.pool_bytes // self.config.page_bytes, self.config.page_bytes)
         self.memory = PageMemory(self.pool)
-        self._fills: dict[str, _Fill] = {}
+        self._fills: dict[str, Fill] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
@@ -176,7 +133,8 @@ class EmbeddingCache:
         """
         hold = Hold(self.pool, items)
         try:
-            await self.steps.wait("cache.lookup", lambda: self._lookup(hold), lambda _: {"data": _found(hold)}, **_labels())
+            ends = functools.partial(_found, hold)
+            await self.steps.wait("cache.lookup", lambda: self._lookup(hold), ends, **_labels())
         except Exception as error:
             self._went_wrong("lookup", error)
         self.counters.local_hit += sum(entry is not None for entry in hold.entries)
@@ -217,17 +175,17 @@ class EmbeddingCache:
         self.counters.global_hit += len(had & fetched)
         self.counters.local_hit += sum(hold.items[i].key in had - fetched for i in indices)
 
-    async def _wait(self, fills: list[_Fill]) -> None:
+    async def _wait(self, fills: list[Fill]) -> None:
         if fills:
             await asyncio.wait([fill.done for fill in fills], timeout=self.config.fetch_wait_s)
         for fill in fills:
             fill.late = not fill.done.done()
         self._count("get", [Outcome.TIMEOUT for fill in fills if fill.late])
 
-    async def _begin_fetch(self, hold: Hold, indices: list[int]) -> tuple[list[_Fill], list[_Fill]]:
+    async def _begin_fetch(self, hold: Hold, indices: list[int]) -> tuple[list[Fill], list[Fill]]:
         """Fills of our own, under way, and those of others to wait for."""
-        own: list[_Fill] = []
-        others: list[_Fill] = []
+        own: list[Fill] = []
+        others: list[Fill] = []
         try:
             for index in indices:
                 item = hold.items[index]
@@ -244,7 +202,7 @@ class EmbeddingCache:
                 self._spawn(self._fill(own))
         return own, others
 
-    async def _fill(self, fills: list[_Fill]) -> None:
+    async def _fill(self, fills: list[Fill]) -> None:
         """One get for fresh entries; each becomes ready only if it is whole and is what it should be."""
         good = [False] * len(fills)
         try:
@@ -258,11 +216,11 @@ class EmbeddingCache:
             if whole:
                 self.pool.unpin(fill.entry)
 
-    def _intact(self, fills: Sequence[_Fill], outcomes: Sequence[Outcome]) -> list[bool]:
+    def _intact(self, fills: Sequence[Fill], outcomes: Sequence[Outcome]) -> list[bool]:
         pairs = zip(fills, outcomes, strict=True)
         return [outcome is Outcome.OK and self.memory.intact(fill.entry, fill.item) for fill, outcome in pairs]
 
-    async def _mend(self, fills: Sequence[_Fill], outcomes: Sequence[Outcome], good: Sequence[bool]) -> None:
+    async def _mend(self, fills: Sequence[Fill], outcomes: Sequence[Outcome], good: Sequence[bool]) -> None:
         """Remove objects that are no good for anybody, or the next insert would leave them as they are."""
         assert self.store is not None
         for fill, outcome, whole in zip(fills, outcomes, good, strict=True):
@@ -297,7 +255,7 @@ class EmbeddingCache:
         else:
             self._unpin(filled)
 
-    async def _insert_one(self, item: Item, rows: torch.Tensor) -> _Fill | None:
+    async def _insert_one(self, item: Item, rows: torch.Tensor) -> Fill | None:
         try:
             fill = await self._claim(item)
         except Exception as error:
@@ -305,7 +263,7 @@ class EmbeddingCache:
             return None
         return fill if fill is not None and await self._write(fill, rows) else None
 
-    async def _write(self, fill: _Fill, rows: torch.Tensor) -> bool:
+    async def _write(self, fill: Fill, rows: torch.Tensor) -> bool:
         good = False
         try:
             write = functools.partial(self.memory.write, fill.entry, fill.item, rows)
@@ -315,7 +273,7 @@ class EmbeddingCache:
         self._settle(fill, good)
         return good
 
-    async def _put(self, fills: list[_Fill]) -> None:
+    async def _put(self, fills: list[Fill]) -> None:
         """Write behind: one put, and one more for what found no room at first."""
         try:
             full = await self._put_once(fills)
@@ -326,12 +284,12 @@ class EmbeddingCache:
             self._went_wrong("put", error)
         self._unpin(fills)
 
-    async def _put_once(self, fills: list[_Fill]) -> list[_Fill]:
+    async def _put_once(self, fills: list[Fill]) -> list[Fill]:
         """Those the store had no room for."""
         outcomes = await self._transfer("cache.put", fills)
         return [fill for fill, outcome in zip(fills, outcomes, strict=True) if outcome is Outcome.NO_ROOM]
 
-    async def _transfer(self, step: str, fills: Sequence[_Fill]) -> list[Outcome]:
+    async def _transfer(self, step: str, fills: Sequence[Fill]) -> list[Outcome]:
         """One call for all of them, between the pool and the segments of the store."""
         assert self.store is not None
         getting = step == "cache.get"
@@ -353,14 +311,14 @@ class EmbeddingCache:
 
     # ---- entries ------------------------------------------------------------------------------------------------
 
-    async def _claim(self, item: Item) -> _Fill | None:
+    async def _claim(self, item: Item) -> Fill | None:
         """A fill over fresh pages, evicting if need be; None if the key has an entry by now, or nothing fits."""
         for _ in range(self.pool.pages + 1):
             if self.pool.find(item.key) is not None:
                 return None
             entry = self.pool.reserve(item.key, item.nbytes)
             if entry is not None:
-                fill = self._fills[item.key] = _Fill(item, entry)
+                fill = self._fills[item.key] = Fill(item, entry)
                 return fill
             victim = self.pool.victim(item.nbytes)
             if victim is None:
@@ -376,7 +334,7 @@ class EmbeddingCache:
         data = {"key": _short(victim.key)}
         await self.steps.do("cache.evict", evict, bytes=victim.nbytes, data=data, **_labels())
 
-    def _settle(self, fill: _Fill, good: bool) -> None:
+    def _settle(self, fill: Fill, good: bool) -> None:
         """The filling has ended. A good entry is pinned for all who wait before the filler lets go of it."""
         del self._fills[fill.item.key]
         if good:
@@ -387,7 +345,7 @@ class EmbeddingCache:
             self.pool.discard(fill.entry)
         fill.done.set_result(good)
 
-    def _unpin(self, fills: Sequence[_Fill]) -> None:
+    def _unpin(self, fills: Sequence[Fill]) -> None:
         for fill in fills:
             self.pool.unpin(fill.entry)
 
@@ -431,11 +389,11 @@ class EmbeddingCache:
         return f"EmbeddingCache({self.pool!r}, {self.store or 'no store'})"
 
 
-def _found(hold: Hold) -> dict[str, Any]:
+def _found(hold: Hold, _: object) -> dict[str, Any]:
     here = sum(entry is not None for entry in hold.entries)
     expected = sum(hold.expected)
     keys = [_short(item.key) for item in hold.items]
-    return {"keys": keys, "local": here, "global": expected - here, "missing": len(hold.items) - expected}
+    return {"data": {"keys": keys, "local": here, "global": expected - here, "missing": len(keys) - expected}}
 
 
 def _labels() -> dict[str, Any]:

@@ -23,7 +23,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MAGIC, VERSION = b"EPDC", 1
 HEADER = struct.Struct("<4sI16sIIQI20s")
 ROW_BYTES = 2048
-_BLOCK_BYTES = 128 * ROW_BYTES
+BLOCK_BYTES = 128 * ROW_BYTES
 
 
 def cache_key(fingerprint: str, modality: Modality, grid: tuple[int, int, int], pixels: bytes) -> str:
@@ -73,8 +73,8 @@ def checksum(pieces: Iterable[Bytes]) -> int:
     for piece in pieces:
         nbytes += len(piece)
         whole = len(piece) - len(piece) % ROW_BYTES
-        for start in range(0, whole, _BLOCK_BYTES):
-            rows = piece[start : min(start + _BLOCK_BYTES, whole)].view(np.uint64).reshape(-1, len(columns))
+        for start in range(0, whole, BLOCK_BYTES):
+            rows = piece[start : min(start + BLOCK_BYTES, whole)].view(np.uint64).reshape(-1, len(columns))
             crc = zlib.crc32(np.add.reduce(rows, axis=1).data, crc)
             columns += np.add.reduce(rows, axis=0)
         crc = zlib.crc32(piece[whole:].data, crc)

@@ -28,7 +28,7 @@ from epdlab.steps import GO, Decision, Event, FaultKind, Point, Steps
 from epdlab.tower import SyntheticTower
 from epdlab.trace.invariants import check
 
-PATIENCE_S = 20.0
+PATIENCE_S = 10.0
 """How long a test waits for what must happen. Nothing passes by waiting: it only bounds a failure."""
 
 
@@ -58,6 +58,12 @@ def content(view: Any) -> bytes:
     """The bytes of a landing view."""
     assert isinstance(view, TensorBuffer)
     return bytes(view.tensor.numpy())
+
+
+async def turns() -> None:
+    """Let every task run until it waits for something outside."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def within(work: Any) -> Any:
@@ -190,9 +196,13 @@ class World:
         return MMReceiver(config, engine, landing, self._link(), self.clock, steps, self.profile)
 
     async def __aenter__(self) -> World:
-        for encoder in self.encoders:
-            await encoder.start()
-        self.ranks = [await self._rank(*rank) for rank in self._ranks]
+        try:
+            for encoder in self.encoders:
+                await encoder.start()
+            self.ranks = [await self._rank(*rank) for rank in self._ranks]
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

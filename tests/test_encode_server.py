@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from typing import Any
 
 import aiohttp
 import pytest
-from handoff_world import EnginePool, World, content, encode_request, expected, send_request, within
+from handoff_world import EnginePool, World, content, encode_request, expected, send_request, turns, within
 
 from epdlab.encode_server import MAX_BATCH, TRANSITIONS, EmbeddingData, EncoderConfig, PartState
 from epdlab.errors import (
@@ -32,7 +33,7 @@ ITEM = "bytes:5000:1"
 BOTH = ("bytes:5000:1", "bytes:77:2")
 
 
-async def asked(world: World, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+async def asked(world: World, path: str, body: bytes | io.BytesIO) -> tuple[int, dict[str, Any]]:
     """One POST as anybody could make it: status and JSON."""
     async with aiohttp.ClientSession() as session, session.post(f"{world.encoders[0].url}{path}", data=body) as reply:
         return reply.status, json.loads(await reply.read())
@@ -94,7 +95,8 @@ async def test_queued_requests_of_a_modality_run_as_one_batch(engines: EnginePoo
         tasks = [world.start(0, "r0", "bytes:100:0")]
         await world.hand.appears("encode.forward")
         tasks += [world.start(0, f"r{n}", f"bytes:{100 + n}:{n}") for n in range(1, MAX_BATCH + 3)]
-        await world.until(lambda: len(world.encoders[0]._queues[Modality.IMAGE]) == MAX_BATCH + 3)
+        await world.until(lambda: len(world.seen("encode.serve", phase="end")) == MAX_BATCH + 3)
+        await turns()
         world.hand.run()
         assert await within(asyncio.gather(*tasks)) == [[expected(f"bytes:{100 + n}:{n}")] for n in range(MAX_BATCH + 3)]
         batches = [event.data["parts"] for event in world.seen("encode.forward", phase="end") if event.data]
@@ -184,7 +186,7 @@ async def test_a_registration_refused_after_the_forward_fails_its_part_alone(
 ) -> None:
     async with World(engines, rules=rules) as world:
         world.hand.fault("fail", "mr.register", process="enc0")
-        with pytest.raises(HandoffError | RegistrationRefused):
+        with pytest.raises((HandoffError, RegistrationRefused)):
             await within(world.start(0, "v", videos=[ITEM]) if videos else world.start(0, "v", ITEM))
         assert await within(world.start(0, "later", ITEM)) == [expected(ITEM)]
         assert await within(world.start(0, "later", videos=[ITEM])) == [expected(ITEM)]
@@ -197,7 +199,8 @@ async def test_a_part_that_fails_in_a_batch_does_not_hold_up_its_neighbours(engi
         tasks = [world.start(0, "r0", "bytes:10:0")]
         await world.hand.appears("encode.forward")
         tasks += [world.start(0, f"r{n}", f"bytes:10:{n}") for n in (1, 2, 3)]
-        await world.until(lambda: len(world.encoders[0]._queues[Modality.IMAGE]) == 4)
+        await world.until(lambda: len(world.seen("encode.serve", phase="end")) == 4)
+        await turns()
         world.hand.run_held_only()
         answers = await within(asyncio.gather(*tasks, return_exceptions=True))
         assert isinstance(answers[1], RegistrationRefused)
@@ -297,7 +300,10 @@ async def test_the_last_rank_served_releases_the_part(engines: EnginePool) -> No
         assert [event.data for event in world.seen("part.release")] == [{"why": "every receiver served"}]
 
 
-async def test_a_send_repeated_by_one_rank_counts_once(engines: EnginePool) -> None:
+async def test_a_send_repeated_by_one_rank_counts_once(
+    engines: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epdlab.link.PUSH_TIMEOUT_MS", 50)
     async with World(engines, tp=2) as world:
         world.hand.fault("repeat", "send.post", rank=0)
         await within(world.start(0, "q", ITEM))
@@ -313,10 +319,13 @@ async def test_a_send_repeated_by_one_rank_loses_its_siblings_embedding_where_ca
         world.hand.hold("encode.post", phase="end", rank=1)
         late = world.start(1, "q", ITEM)
         await world.hand.appears("encode.post")
+        world.hand.hold("ack.pull", rank=0)
         world.hand.fault("repeat", "send.post", rank=0)
-        await within(world.start(0, "q", ITEM))
-        await world.settled(world.ranks[0])
+        first = world.start(0, "q", ITEM)
+        await world.until(lambda: len(world.seen("part.release", phase="end")) == 1)
+        assert len(world.seen("transfer.write", phase="end", rank=0, result=0)) == 2
         world.hand.run()
+        assert await within(first) == [expected(ITEM)]
         with pytest.raises(LostEmbedding):
             await within(late)
 
@@ -383,7 +392,7 @@ async def test_the_cleanup_timer_during_a_videos_forward(engines: EnginePool, ru
 async def test_a_deregistration_that_is_refused_does_not_keep_the_part(engines: EnginePool) -> None:
     async with World(engines, expect_clean=False) as world:
         world.hand.fault("fail", "mr.deregister", process="enc0")
-        await asyncio.wait([world.start(0, "q", ITEM)])
+        await asyncio.gather(world.start(0, "q", ITEM), return_exceptions=True)
         await world.settled()
         census = world.encoders[0].census()
         assert (census["parts"], census["embeddings"], census["regions"]) == (0, 0, 1), "the region is what is left"
@@ -426,7 +435,7 @@ async def test_a_body_that_is_no_request_is_answered_and_forgotten(
 
 async def test_a_body_over_the_limit(engines: EnginePool, caplog: pytest.LogCaptureFixture) -> None:
     async with World(engines, tp=0) as world:
-        status, answer = await asked(world, "/encode", bytes(MAX_BODY_BYTES + 1))
+        status, answer = await asked(world, "/encode", io.BytesIO(bytes(MAX_BODY_BYTES + 1)))
         assert (status, answer["kind"]) == (413, "metadata_mismatch")
     assert "Traceback" not in caplog.text
 
@@ -461,8 +470,8 @@ async def test_no_items_at_all(engines: EnginePool) -> None:
 async def test_closing_under_load_waits_for_writes_and_leaves_nothing(engines: EnginePool) -> None:
     async with World(engines, tp=2, expect_clean=False) as world:
         world.hand.hold("transfer.write", phase="end", rank=0)
-        world.hand.hold("encode.forward", times=1, req="slow")
-        tasks = [world.start(0, "q", ITEM), world.start(1, "slow", ITEM)]
+        world.hand.hold("encode.forward", req="slow")
+        tasks = [world.start(0, "q", ITEM), world.start(1, "slow", videos=[ITEM])]
         await world.hand.appears("transfer.write")
         await world.hand.appears("encode.forward")
         encoder = world.encoders[0]
@@ -522,7 +531,7 @@ async def test_replies_are_the_messages_own(engines: EnginePool) -> None:
         encoder, rank = world.encoders[0], world.ranks[0]
         reply = await encoder.encode(encode_request(item=ITEM))
         assert isinstance(from_json(to_json(reply), EncodeReply), EncodeReply)
-        slot = await rank.landing.allocate(5000, "q")
+        slot = await rank.landing.allocate(5000, "q", req="q", rank=0)
         acks = rank.link.acks()
         fields = {"session_id": rank.engine.session_id, "buffer_address": slot.address, "embedding_size": 5000}
         sent = await encoder.send(send_request(**fields, embedding_port=acks.port, receive_count=1))

@@ -74,7 +74,7 @@ def test_a_large_trace_is_judged_like_a_small_one() -> None:
         tape.handoff(2, req=f"q{number}")
     tape.register("enc0", 1, SOURCE, req="last")
     tape.register("enc0", 2, SOURCE + 1, code=-7, req="last")
-    assert len(tape.events) > 80_000
+    assert len(tape.events) > 60_000
     assert [(b.invariant, b.req) for b in check(tape.events)] == [("overlap", "last")]
 
 
@@ -396,7 +396,7 @@ def test_what_is_left_after_the_last_request_is_a_leak() -> None:
     tape = Tape().handoff()
     at = tape.census("enc0", regions=2, embeddings=1, tasks=0)
     found = only_breach(tape, "leak")
-    assert found.events == (at,) and "2 regions, 1 embeddings" in found.message
+    assert found.events == (at,) and "2 regions, 1 embedding " in found.message
 
 
 def test_what_waits_for_a_timer_is_no_leak() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
-from handoff_world import EnginePool, Hand, within
+from handoff_world import EnginePool, Hand, turns, within
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -56,12 +56,6 @@ async def ground(engines: EnginePool) -> AsyncIterator[Ground]:
 
 def begin(work: Awaitable[LandingSlot]) -> asyncio.Task[LandingSlot]:
     return asyncio.ensure_future(work)  # type: ignore[return-value]
-
-
-async def turn() -> None:
-    """Let every task run until it waits."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 # ---- per request -----------------------------------------------------------------------------------------------------
@@ -178,9 +172,9 @@ async def test_a_small_one_never_overtakes_a_large_one(ground: Ground) -> None:
     pool = ground.pool
     held = await pool.allocate(7 * UNIT, "first")
     large = begin(pool.allocate(2 * UNIT, "large"))
-    await turn()
+    await turns()
     small = begin(pool.allocate(1, "small"))
-    await turn()
+    await turns()
     assert pool.free_bytes == UNIT, "there is room for the small one"
     assert (large.done(), small.done()) == (False, False)
     await pool.free(held)
@@ -191,9 +185,9 @@ async def test_one_free_serves_as_many_as_fit_in_order(ground: Ground) -> None:
     pool = ground.pool
     whole = await pool.allocate(UNITS * UNIT, "first")
     tasks = [begin(pool.allocate(units * UNIT, str(units))) for units in (3, 2, 4, 1)]
-    await turn()
+    await turns()
     await pool.free(whole)
-    await turn()
+    await turns()
     assert [task.done() for task in tasks] == [True, True, False, False]
     await pool.free(tasks[1].result())
     assert [ground.offset(await within(task)) for task in tasks] == [0, 3, 3, 7]
@@ -204,7 +198,7 @@ async def test_waiting_is_bounded(engines: EnginePool) -> None:
     await ground.pool.open()
     whole = await ground.pool.allocate(UNITS * UNIT, "first")
     waiting = [begin(ground.pool.allocate(1, "q")) for _ in range(2)]
-    await turn()
+    await turns()
     with pytest.raises(LandingFull, match="2 requests wait"):
         await ground.pool.allocate(1, "one too many")
     await ground.pool.free(whole)
@@ -217,9 +211,9 @@ async def test_cancelled_while_waiting(ground: Ground, who: int) -> None:
     pool = ground.pool
     whole = await pool.allocate(UNITS * UNIT, "first")
     waiting = [begin(pool.allocate(UNITS * UNIT, "q")) for _ in range(2)]
-    await turn()
+    await turns()
     waiting[who].cancel()
-    await turn()
+    await turns()
     await pool.free(whole)
     slot = await within(waiting[1 - who])
     await pool.free(slot)
@@ -229,7 +223,7 @@ async def test_cancelled_while_waiting(ground: Ground, who: int) -> None:
 async def test_a_large_one_that_gives_up_lets_the_small_one_go(ground: Ground) -> None:
     held = await ground.pool.allocate(7 * UNIT, "first")
     large, small = begin(ground.pool.allocate(2 * UNIT, "large")), begin(ground.pool.allocate(1, "small"))
-    await turn()
+    await turns()
     large.cancel()
     assert ground.offset(await within(small)) == 7
     await ground.pool.free(held)
@@ -240,7 +234,7 @@ async def test_freed_in_the_moment_a_waiter_gives_up(ground: Ground) -> None:
     pool = ground.pool
     whole = await pool.allocate(UNITS * UNIT, "first")
     first, second = begin(pool.allocate(UNIT, "first waiter")), begin(pool.allocate(UNIT, "second waiter"))
-    await turn()
+    await turns()
     first.cancel()
     await pool.free(whole)
     assert ground.offset(await within(second)) == 0
@@ -252,7 +246,7 @@ async def test_cancelled_in_the_moment_it_is_served(ground: Ground) -> None:
     pool = ground.pool
     whole = await pool.allocate(UNITS * UNIT, "first")
     waiter = begin(pool.allocate(UNIT, "waiter"))
-    await turn()
+    await turns()
     await pool.free(whole)
     waiter.cancel()
     await asyncio.wait([waiter])
@@ -290,7 +284,7 @@ async def test_quarantined_memory_is_not_reused(ground: Ground) -> None:
     await ground.pool.quarantine(slot)
     other = await ground.pool.allocate(2 * UNIT, "q")
     waiter = begin(ground.pool.allocate(UNIT, "waiter"))
-    await turn()
+    await turns()
     assert (ground.offset(other), waiter.done()) == (6, False)
     await ground.pool.free(slot)
     assert ground.offset(await within(waiter)) == 0
@@ -346,7 +340,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.freed: list[LandingSlot] = []
 
     def run(self) -> None:
-        self.loop.run_until_complete(turn())
+        self.loop.run_until_complete(turns())
 
     @property
     def held(self) -> list[LandingSlot]:

@@ -16,6 +16,7 @@ import asyncio
 import signal
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -393,23 +394,23 @@ class Lab:
             self.settle(timeout_s=LOOK_TIMEOUT_S)
         except LabError as error:
             moving = str(error)
-        world, before = WorldState.at(self.events), self._looked
+        world, before = WorldState.at(self.shown), self._looked
         self._looked = world
         waiting = tuple(sorted(self.waiting, key=_protocol_order))
         return State(world, before, waiting, tuple(self.breaches), moving, addresses)
 
     def draw(self, kind: str = "sequence", **options: Any) -> Drawing:
         """The run so far as a `sequence`, `timeline` or `architecture` diagram; `options` as these take them."""
-        return draw(kind, self.events, self.breaches, self.waiting, **options)
+        return draw(kind, self.shown, self.breaches, self.waiting, **options)
 
     def perfetto(self, path: Path | str) -> Path:
         """Write the run so far as JSON that ui.perfetto.dev opens."""
-        return save_perfetto(self.events, Path(path), self.breaches)
+        return save_perfetto(self.shown, Path(path), self.breaches)
 
     @property
     def breaches(self) -> list[Breach]:
         """The invariants broken so far; what is open may still end well, unless every request is over."""
-        return check(self.events, complete=not self.pending)
+        return check(self.shown, complete=not self.pending)
 
     @property
     def pending(self) -> list[str]:
@@ -425,6 +426,11 @@ class Lab:
         """The events of one request."""
         return [event for event in self.events if event.req == req_id]
 
+    @property
+    def shown(self) -> list[Event]:
+        """The trace so far, of the processes that hand over; what drawings show."""
+        return [event for event in self.events if event.process != "reference"]
+
     def census(self) -> dict[str, dict[str, int]]:
         """What every process still holds, by kind; also recorded in the trace."""
         names = [name for name in self.processes if name != "reference"]
@@ -434,6 +440,7 @@ class Lab:
         """SIGKILL one process, as a crash would."""
         self.processes[process].signal(signal.SIGKILL)
         self.processes[process].ended()
+        self._trace(Event(time.monotonic_ns(), process, "process.kill", "begin", fault="kill"))
 
     def freeze(self, process: str) -> None:
         """SIGSTOP one process: it holds its sockets and does nothing."""

@@ -1,20 +1,25 @@
-"""`Stepper`: one request, every step of it held, let go one by one. What the panel, the prompt and a notebook share.
+"""`Stepper`: one request, every step of it held, let go one by one. What panel, prompt and notebooks share.
 
     with Stepper("bytes:1048576:1", tp=2) as stepper:
         stepper.step()                              # the next step, in the order of the protocol
-        stepper.until("transfer.write", rank=1)     # step until this one waits
+        stepper.until("transfer.write", rank=1)     # steps until this one is the next
         stepper.step(rank=1, fault="fail")          # this rank's next step, and it goes wrong
-        stepper.run()                               # let go of everything
+        stepper.run()                               # everything
 
 Between two calls the lab is at rest, so the same calls always give the same stops. No widget passes through here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from ..control import Pattern
 from ..errors import LabError, UsageError, one_line
@@ -24,108 +29,78 @@ from ..trace.breach import Breach
 from ..trace.render import Drawing
 from ..trace.state import WorldState
 from .controller import Waiting
-from .lab import Lab
-from .view import State, waiting_words
+from .demo import leaks_of
+from .lab import Lab, LabConfig
+from .view import State, Stop, changed_lines, draw, waiting_words
 
 NEVER_S = 86_400.0
 MAX_STEPS = 5_000
 REQUEST = "req1"
+ITEM = "bytes:1048576:1"
+PROMPT = "Describe what you see."
 
 FAULTS: dict[FaultKind, tuple[str, ...]] = {
-    "fail": ("*",),
-    "kill": ("*",),
+    "fail": tuple(STEPS),
     "drop": ("ack.push",),
     "repeat": ("send.post", "ack.push", "transfer.write", "mr.register", "mr.deregister"),
+    "kill": tuple(STEPS),
 }
-"""What can go wrong at a held step, and at which steps. A step that waits longer is simply held longer."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Where the request stands after a call of the stepper. Prints as a few lines.
-
-    Attributes:
-        gone: the steps that were let go. waiting: those that are held now, the next one first.
-        changed: what changed in the processes, as lines.
-        notes: what else happened: broken invariants, ends, the outcome. means: what a single step is about.
-    """
-
-    gone: tuple[str, ...]
-    changed: tuple[str, ...]
-    waiting: tuple[Waiting, ...]
-    notes: tuple[str, ...] = ()
-    means: str = ""
-
-    def text(self) -> str:
-        lines = _listed("let go", _folded(self.gone)) + _listed("means", [self.means] if self.means else [])
-        lines += _listed("changed", self.changed) + _listed("waits", [waiting_words(w) for w in self.waiting])
-        return "\n".join(lines + _listed("note", self.notes)) or "nothing happened, and nobody waits"
-
-    __str__ = __repr__ = text
-
-
-def _listed(word: str, lines: Sequence[str]) -> list[str]:
-    return [f"{word if k == 0 else '':<8} {line}" for k, line in enumerate(lines)]
-
-
-def _folded(gone: Sequence[str]) -> list[str]:
-    """Many steps are told by their first and last."""
-    return list(gone) if len(gone) <= 3 else [gone[0], f"... {len(gone) - 2} more steps ...", gone[-1]]
+"""What can go wrong at a held step, and at which steps. A step that is late is one that is held."""
 
 
 class Stepper:
     """One request through a lab of its own, held at every step.
 
-    Attributes:
-        waiting: the steps that are held, the next one first.
-
     Args:
-        item: a picture (path), or `bytes:N:SEED` for an embedding of N bytes without a model.
+        items: pictures (paths), or `bytes:N:SEED` for an embedding of N bytes without a model.
         tp: prefill ranks. profile: whose rules. prompt: what the language model is asked.
-        options: any other field of `LabConfig`. Deadlines and clean-up timers are a day away: `fire` fires them.
+        options: any other field of `LabConfig`, and `out`. Deadlines and timers are a day away: `fire` fires them.
+
+    Attributes:
+        lab: the processes. items: what is transferred. waiting: the steps that are held, the next one first.
+        watchers: called with every stop.
     """
 
     def __init__(
         self,
-        item: str = "bytes:1048576:1",
-        *,
+        *items: str,
+        videos: Sequence[str] = (),
         tp: int = 2,
         profile: str = DEFAULT_PROFILE,
-        prompt: str = "Describe what you see.",
+        prompt: str = PROMPT,
         **options: Any,
     ) -> None:
-        self.item, self.prompt = item, prompt
-        made = item.startswith("bytes:")
-        given = {"model": "synthetic" if made else "tiny", "reference": not made, "deadline_s": NEVER_S}
-        given |= {"send_timeout_s": NEVER_S, "quarantine_s": NEVER_S}
-        self._options = given | options | {"tp": tp, "profile": profile}
-        self._breaches = 0
-        self._told = False
-        self.lab = self._started()
+        self.watchers: list[Callable[[Stop], None]] = []
+        self.items, self._videos, self._prompt = items or (ITEM,), tuple(videos), prompt
+        self._options = options | {"tp": tp, "profile": profile}
+        self._start()
 
-    def _started(self) -> Lab:
-        lab = Lab(**self._options).start()
+    def _start(self) -> None:
+        self.lab = Lab(**_defaults(self.items + self._videos) | self._options).start()
+        self._forgotten = weakref.finalize(self, _close_aside, self.lab)
         try:
-            lab.hold("*", phase=None)
-            lab.request(self.item, prompt=self.prompt, req_id=REQUEST)
-            self.waiting = lab.settle()
+            self.lab.hold("*", phase=None)
+            self.lab.request(*self.items, videos=self._videos, prompt=self._prompt, req_id=REQUEST)
+            self.waiting = self.lab.settle()
         except BaseException:
-            lab.close()
+            self.lab.close()
             raise
-        self._breaches, self._told, self._seen = 0, False, WorldState.at(lab.events)
-        return lab
+        self._seen = WorldState.at(self.lab.shown)
+        self._breaches, self._told, self._counted = 0, False, False
 
     def close(self) -> None:
         """End every process. Idempotent."""
         self.lab.close()
+        self._forgotten.detach()
 
-    def reset(self, item: str | None = None, **options: Any) -> Stop:
-        """Begin anew, in fresh processes; with another item, `tp`, `profile` ... if given."""
+    def reset(self, *items: str, **options: Any) -> Stop:
+        """Begin anew, in fresh processes; with other items, `tp`, `profile` ... if given."""
+        LabConfig(**_defaults(items or self.items) | {k: v for k, v in (self._options | options).items() if k != "out"})
         self.close()
-        self.item = item or self.item
+        self.items = items or self.items
         self._options |= options
-        self.lab = self._started()
-        return self._stop([])
+        self._start()
+        return self.look()
 
     def __enter__(self) -> Stepper:
         return self
@@ -147,10 +122,10 @@ class Stepper:
         """Let one held step go: the first in the order of the protocol, or the first that matches.
 
         Args:
-            fault: `fail`, `drop`, `repeat`, or `kill` its process.
+            fault: make it `fail`, `drop` or `repeat` it, or `kill` its process.
 
         Raises:
-            UsageError: no such step, or it cannot go wrong like this. LabError: nobody waits (there).
+            UsageError: no such step, or it cannot go wrong like this. LabError: nobody waits there.
         """
         chosen = self._chosen(step, process, rank, part)
         return self._stop([self._let_go(chosen, fault)], STEPS[chosen.point.step].doc)
@@ -174,15 +149,14 @@ class Stepper:
         gone: list[str] = []
         while not (self.waiting and wanted.matches(self.waiting[0].point)):
             if not self.waiting or len(gone) >= MAX_STEPS:
-                raise LabError(f"{step} did not come up in {len(gone)} steps; `draw` shows what did, `reset` begins anew")
+                raise LabError(f"{step} did not come up in {len(gone)} steps; `draw` shows what did, or `reset`")
             gone.append(self._let_go(self.waiting[0]))
         return self._stop(gone)
 
     def run(self) -> Stop:
         """Let go of everything that is held, and of all that follows."""
         self.lab.run()
-        self.waiting = self.lab.settle()
-        return self._stop(["everything that was held, and all that followed"])
+        return self._settled("everything that was held, and all that followed")
 
     def _chosen(self, step: str, process: str | None, rank: int | None, part: int | None) -> Waiting:
         if step != "*":
@@ -190,7 +164,7 @@ class Stepper:
         wanted = Pattern(step, None, process, rank, None, part)
         found = next((waiting for waiting in self.waiting if wanted.matches(waiting.point)), None)
         if found is None:
-            there = "; ".join(map(waiting_words, self.waiting)) or f"nobody: {self._why_nobody()}"
+            there = "; ".join(map(waiting_words, self.waiting)) or f"nobody, {self._why_nobody()}"
             asked = [word for word in (step if step != "*" else "", process or "") if word]
             asked += [f"rank {rank}"] if rank is not None else []
             raise LabError(f"no held step {' of '.join(asked)}".rstrip() + f"; who waits: {there}")
@@ -204,34 +178,32 @@ class Stepper:
         return waiting_words(chosen) + (f" [fault: {fault}]" if fault else "")
 
     def _why_nobody(self) -> str:
-        return "the request is over; `reset` begins anew" if self.done else "only a timer can go on; `fire` it, or `reset`"
+        if self.done:
+            return "the request is over; `reset` begins anew"
+        return "only a timer can go on; `fire` it, or `reset`"
 
-    # ---- what goes wrong outside of a step ---------------------------------------------------------------------
+    # ---- what goes wrong outside of a step -----------------------------------------------------------------------
 
     def cancel(self, rank: int) -> Stop:
         """A rank's client gives the request up."""
         self.lab.call(f"rank{rank}", "cancel", req_id=REQUEST)
-        return self._outside(f"the client of rank{rank} gives the request up")
+        return self._settled(f"the client of rank{rank} gives the request up")
 
     def fire(self, timer: str = "cleanup", *, rank: int | None = None) -> Stop:
         """A timer fires now: the encoders' `cleanup`, a rank's `deadline`, or anybody's `quarantine`."""
         if timer == "deadline" and rank is None:
             raise UsageError("a deadline is a rank's; say whose: fire('deadline', rank=0)")
-        encoders = [f"enc{k}" for k in range(self.lab.config.encoders)]
-        where = [f"rank{rank}"] if rank is not None else encoders
+        encoders = [f"enc{index}" for index in range(self.lab.config.encoders)]
+        where = encoders if rank is None else [f"rank{rank}"]
         fired = sum(self.lab.call(name, "fire", timer=timer, labels={}) for name in where)
-        return self._outside(f"{fired} {timer} timer{'s' * (fired != 1)} of {', '.join(where)} fire{'s' * (fired == 1)}")
+        return self._settled(f"{fired} {timer} timer(s) of {', '.join(where)} fired")
 
     def kill(self, process: str) -> Stop:
         """A process is killed, as a crash would."""
         if process not in self.lab.processes:
             raise UsageError(f"no process {process!r}; there are {', '.join(self.lab.processes)}")
         self.lab.kill(process)
-        return self._outside(f"{process} is killed")
-
-    def _outside(self, what: str) -> Stop:
-        self.waiting = self.lab.settle()
-        return self._stop([what])
+        return self._settled(f"{process} is killed")
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
@@ -249,57 +221,101 @@ class Stepper:
         """The invariants broken so far."""
         return self.lab.breaches
 
+    def look(self) -> Stop:
+        """Where the request stands; lets nothing go."""
+        return self._stop([])
+
     def state(self, *, addresses: bool = False) -> State:
         """What every process holds; what changed since the last look is marked."""
         return self.lab.state(addresses=addresses)
 
     def draw(self, kind: str = "sequence", **options: Any) -> Drawing:
         """A `sequence`, `timeline` or `architecture` diagram of what happened so far."""
-        return self.lab.draw(kind, **options)
+        return draw(kind, _unmarked(self.lab.shown), self.breaches, self.waiting, **options)
 
     def outcome(self) -> dict[str, str]:
-        """How the request ended on each rank, in one line each; empty while it runs."""
+        """How the request ended on each rank, in a line each; empty while it runs."""
         if not self.done:
             return {}
-        results = self.lab.result(REQUEST)
         expected = self._reference() if "reference" in self.lab.processes else None
-        return {rank: _outcome(answer, self.events, expected) for rank, answer in results.items()}
+        return {rank: _outcome(answer, self.events, expected) for rank, answer in self.lab.result(REQUEST).items()}
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing has gone wrong so far: no broken invariant, and no rank whose request failed."""
+        answers = self.lab.result(REQUEST).values() if self.done else ()
+        return not self.breaches and not any(isinstance(answer, BaseException) for answer in answers)
 
     def _reference(self) -> list[int]:
-        answer = self.lab.call(
-            "reference", "reference", items=[("IMAGE", self.item)], prompt=self.prompt, max_new_tokens=8
-        )
+        items = [("IMAGE", ref) for ref in self.items] + [("VIDEO", ref) for ref in self._videos]
+        answer = self.lab.call("reference", "reference", items=items, prompt=self._prompt, max_new_tokens=8)
         return list(answer["tokens"])
 
+    def _settled(self, what: str) -> Stop:
+        self.waiting = self.lab.settle()
+        return self._stop([what])
+
     def _stop(self, gone: Sequence[str], means: str = "") -> Stop:
-        world = WorldState.at(self.lab.events)
-        changed = changed_lines(world, self._seen)
-        self._seen = world
-        return Stop(tuple(gone), tuple(changed), tuple(self.waiting), tuple(self._notes()), means)
+        world = WorldState.at(self.lab.shown)
+        changed, self._seen = changed_lines(world, self._seen), world
+        stop = Stop(tuple(gone), tuple(changed), tuple(self.waiting), tuple(self._notes()), means)
+        for watcher in self.watchers:
+            watcher(stop)
+        return stop
 
     def _notes(self) -> list[str]:
-        breaches = self.breaches
-        notes = [f"broken: {b.number} [{b.invariant}] {b.message}" for b in breaches[self._breaches :]]
-        self._breaches = max(self._breaches, len(breaches))
+        """What is new to say: the outcome once, what is left once nothing waits any more, broken invariants."""
+        notes: list[str] = []
         if self.done and not self._told:
             self._told = True
-            notes += [f"{rank}: {said}" for rank, said in self.outcome().items()]
-        if not self.waiting and not self.done:
-            notes.append(self._why_nobody())
-        return notes
+            notes += [f"{rank} {said}" for rank, said in self.outcome().items()]
+        if self.done and not self.waiting and not self._counted:
+            self._counted = True
+            notes.append(_left(self.lab.census()))
+        breaches = self.breaches
+        notes += [f"broken: {b.number} [{b.invariant}] {b.message}" for b in breaches[self._breaches :]]
+        self._breaches = max(self._breaches, len(breaches))
+        return notes if self.waiting or self.done else [*notes, self._why_nobody()]
 
     def __repr__(self) -> str:
-        where = "over" if self.done else f"{len(self.waiting)} held"
         config = self.lab.config
-        return f"Stepper({self.item.rpartition('/')[2]}, tp={config.tp}, {config.profile}, {where})"
+        where = "over" if self.done else f"{len(self.waiting)} held"
+        names = ", ".join(item.rpartition("/")[2] for item in self.items + self._videos)
+        return f"Stepper({names}, tp={config.tp}, {config.profile}, {where})"
 
 
-def changed_lines(world: WorldState, before: WorldState) -> list[str]:
-    """What changed between two points of a trace, as `+ enc0 regions mr#1: live ...`."""
-    new, old = world.lines(), before.lines()
-    marks = world.diff(before)
-    ordered = [key for key in [*new, *old] if key in marks]
-    return [f"{marks[key]} {' '.join(key)}: {(new if key in new else old)[key]}" for key in dict.fromkeys(ordered)]
+def faults_for(waiting: Waiting) -> list[FaultKind]:
+    """What can go wrong at a held step; nothing at its end, which has happened."""
+    if waiting.point.phase == "end":
+        return []
+    return [fault for fault, steps in FAULTS.items() if waiting.point.step in steps]
+
+
+def _left(census: dict[str, dict[str, int]]) -> str:
+    """What the processes hold after the end; what waits for a timer is told apart."""
+    left = ", ".join(f"{count} {kind}" for kind, count in leaks_of(census).items())
+    timed = [name for name, counts in census.items() if counts.get("timed")]
+    return f"left behind: {left or 'nothing'}" + (f"; {', '.join(timed)} waits for a timer, `fire` it" if timed else "")
+
+
+def _unmarked(events: Sequence[Event]) -> list[Event]:
+    """Without how long each step was held: here all of them were."""
+    return [msgspec.structs.replace(event, held_ms=None) for event in events]
+
+
+def _close_aside(lab: Lab) -> None:
+    """End the processes of a stepper that nobody can reach any more; the collector may run on the lab's own thread."""
+    threading.Thread(target=lab.close, name="epdlab-close", daemon=True).start()
+
+
+def _defaults(items: Sequence[str]) -> dict[str, Any]:
+    """What a stepper's lab is unless told otherwise: pictures need a model, and a folder they may come from."""
+    chosen: dict[str, Any] = {"deadline_s": NEVER_S, "send_timeout_s": NEVER_S, "quarantine_s": NEVER_S}
+    if items[0].startswith("bytes:"):
+        return chosen | {"model": "synthetic"}
+    local = [str(Path(item).resolve().parent) for item in items if "://" not in item and not item.startswith("data:")]
+    root = {"media_root": os.path.commonpath(local)} if local else {}
+    return chosen | {"model": "tiny", "reference": True} | root
 
 
 def _check_fault(fault: FaultKind, waiting: Waiting) -> None:
@@ -307,24 +323,17 @@ def _check_fault(fault: FaultKind, waiting: Waiting) -> None:
     if fault not in FAULTS:
         raise UsageError(f"no fault {fault!r} for a held step; use {', '.join(FAULTS)}")
     if waiting.point.phase == "end":
-        raise UsageError(f"{step} has happened already and waits at its end; a fault strikes at a begin")
-    if FAULTS[fault] != ("*",) and step not in FAULTS[fault]:
-        raise UsageError(f"{step} cannot {fault}; {fault} goes with {', '.join(FAULTS[fault])}")
-
-
-def faults_for(waiting: Waiting) -> list[FaultKind]:
-    """What can go wrong at a held step."""
-    if waiting.point.phase == "end":
-        return []
-    return [fault for fault, steps in FAULTS.items() if steps == ("*",) or waiting.point.step in steps]
+        raise UsageError(f"{step} has happened and waits at its end; a fault strikes at a begin")
+    if fault not in faults_for(waiting):
+        raise UsageError(f"{fault} does not go with {step}; it goes with {', '.join(FAULTS[fault])}")
 
 
 def _outcome(answer: Any, events: Sequence[Event], expected: list[int] | None) -> str:
     if isinstance(answer, BaseException):
         return f"failed, {one_line(answer)}"
-    sent = [e.data["digest"] for e in events if e.step == "embedding.ready" and e.data]
-    same = "the embedding's bytes" if answer["digests"] == sent else "OTHER bytes than the embedding's"
+    ready = {e.part or 0: e.data["digest"] for e in events if e.step == "embedding.ready" and e.data}
+    same = "equal" if answer["digests"] == [ready[part] for part in sorted(ready)] else "DIFFERENT"
+    said = f"received {answer['bytes']:,} bytes, {same} at both ends"
     if expected is None:
-        return f"received {same}"
-    tokens = "as" if answer["tokens"] == expected else "NOT as"
-    return f"received {same}, tokens {answer['tokens']} {tokens} in one process"
+        return said
+    return f"{said}; tokens {answer['tokens']}, {'as' if answer['tokens'] == expected else 'NOT as'} in one process"

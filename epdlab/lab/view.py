@@ -47,7 +47,7 @@ class State:
 
     def held(self, process: str, kind: str) -> dict[str, str]:
         """What one process holds of one kind (`regions`, `slots`, ...): name to state."""
-        return {held.name: held.state for held in self.world.processes[process].held[kind].values()}
+        return {held.name: held.state for held in getattr(self.world.processes[process], kind).values()}
 
     def lines(self) -> dict[Line, tuple[str, str]]:
         """(process, kind, name) -> (mark, what stands there), process by process; gone things keep their last line."""
@@ -98,6 +98,45 @@ class State:
         foot = "".join(f'<div style="{_WAITS}">waits at {escape(words)}</div>' for words in waits)
         head = f'<b>{escape(name)}</b> <span style="color:{_MUTED}">{escape(role)}</span>'
         return f'<div style="{_CARD}"><div>{head}</div><table style="{_TABLE}">{"".join(rows)}</table>{foot}</div>'
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a request stands after a call of the stepper. Prints as a few lines.
+
+    Attributes:
+        gone: what was let go, or happened. changed: what changed in the processes. waiting: who is held now.
+        notes: outcomes, what is left behind, broken invariants. means: what a single step is about.
+    """
+
+    gone: tuple[str, ...]
+    changed: tuple[str, ...]
+    waiting: tuple[Waiting, ...]
+    notes: tuple[str, ...] = ()
+    means: str = ""
+
+    def text(self) -> str:
+        lines = _listed("let go", _folded(self.gone)) + _listed("means", [self.means] if self.means else [])
+        lines += _listed("changed", self.changed) + _listed("waits", [waiting_words(w) for w in self.waiting])
+        return "\n".join(lines + _listed("note", self.notes)) or "nothing happened, and nobody waits"
+
+    __str__ = __repr__ = text
+
+
+def _listed(word: str, lines: Sequence[str]) -> list[str]:
+    return [f"{word if k == 0 else '':<8} {line}" for k, line in enumerate(lines)]
+
+
+def _folded(gone: Sequence[str]) -> list[str]:
+    """Many steps are told by their first and their last."""
+    return list(gone) if len(gone) <= 3 else [gone[0], f"... {len(gone) - 2} more steps ...", gone[-1]]
+
+
+def changed_lines(world: WorldState, before: WorldState) -> list[str]:
+    """What changed between two points of a trace, as `+ enc0 regions mr#1: live ...`."""
+    new, old, marks = world.lines(), before.lines(), world.diff(before)
+    ordered = dict.fromkeys(key for key in [*new, *old] if key in marks)
+    return [f"{marks[key]} {' '.join(key)}: {(new if key in new else old)[key]}" for key in ordered]
 
 
 _INK, _MUTED = "#1B1B1B", "#5F6368"

@@ -211,13 +211,15 @@ def check(root: Path = ROOT, text_folder: Path = texts.TEXT) -> list[str]:
             problems.add(f"{name} is missing; build it with `python -m epdlab report`")
         elif not _same(name, content, path.read_text(encoding="utf-8")):
             problems.add(f"{name} is not what the build gives; build it with `python -m epdlab report`")
-    shown = {name for text in files.values() for name in _LINK.findall(text)}
+    readme = root / "README.md"
+    pages = [*files.values(), readme.read_text(encoding="utf-8") if readme.exists() else ""]
+    shown = {name for page in pages for name in _LINK.findall(page)}
     for path in sorted((root / figures.FIGURES.name).glob("*.svg")):
         if path.stem not in figures.REGISTRY:
             problems.add(f"figures/{path.name} is no figure of the report; remove it or add it to report/figures.py")
     for name in figures.REGISTRY:
         if name not in shown:
-            problems.add(f"figure {name} is shown nowhere in the report; show it or take it out of report/figures.py")
+            problems.add(f"figure {name} is shown nowhere; show it in the report or in README.md, or drop it")
     return problems.found
 
 

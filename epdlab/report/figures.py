@@ -57,6 +57,7 @@ REGISTRY: dict[str, Draw] = {
     "cached_encode": _fixed(cached.draw),
     "host_pool": _fixed(pool.draw),
     "async_video": _fixed(video.draw),
+    "demo_sequence": _trace("demo", recorded.sequence_of, "One image, two ranks: the demo, live"),
     "two_phase_sequence": _trace("two_phase", recorded.sequence_of, "One request, two ranks, live"),
     "landing_pool": _trace("landing_pool", recorded.layout_of, "Landing pool of rank 0, live"),
     "mr_lifecycle": lambda _: _drawing(recorded.region_states()),

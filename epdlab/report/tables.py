@@ -95,14 +95,13 @@ def _legend(sheet: Sheet) -> str:
     rows = [
         (
             f"`{file.code}`",
-            f"`{file.path.removeprefix('sglang/')}`",
+            f"{getattr(file, sheet.lang)}<br>`{file.path.removeprefix('sglang/')}`",
             ", ".join(sorted(releases[path])),
             count[path],
-            getattr(file, sheet.lang),
         )
         for path, file in sheet.files.items()
     ]
-    return markdown(sheet.head("code", "file", "releases", "claims", "what"), rows)
+    return markdown(sheet.head("code", "file", "releases", "claims"), rows)
 
 
 def _sources(sheet: Sheet) -> str:
@@ -138,7 +137,7 @@ def _invariants(sheet: Sheet) -> str:
 
 def _faults(sheet: Sheet) -> str:
     rows = [(f"`{name}`", sheet.sentence("faults", name, kind.sentence)) for name, kind in FAULTS.items()]
-    return markdown(sheet.head("fault", "meaning"), rows)
+    return markdown(sheet.head("fault", "happens"), rows)
 
 
 def _race(sheet: Sheet) -> str:
@@ -157,7 +156,7 @@ def _race(sheet: Sheet) -> str:
             (
                 ", ".join([_short(run["profile"]), *how]),
                 run["tp"],
-                size_label(run["bytes"]),
+                _size(run["bytes"]),
                 run["repeat"],
                 run["sends"],
                 *cells,

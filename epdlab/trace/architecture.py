@@ -14,7 +14,7 @@ from . import canvas as c
 from . import legend
 from .canvas import Canvas
 from .render import Drawing
-from .spans import lanes, size
+from .spans import lanes, size, times
 
 PAGE = 780.0
 BOX = 196.0
@@ -125,7 +125,7 @@ class _Page:
         """Where lines are too many for words of their own, a rank's box says what reached it."""
         mine = [link for (_, rank), link in self.found.links.items() if rank == name]
         writes, nbytes = sum(link.writes for link in mine), sum(link.nbytes for link in mine)
-        return [f"received {writes} writes, {size(nbytes)}"] if mine else []
+        return [f"received {times(writes, 'writes')}, {size(nbytes)}"] if mine else []
 
     def _column(self, names: list[str], heights: list[float], x: float, y: float) -> None:
         for name, height in zip(names, heights, strict=True):
@@ -181,7 +181,7 @@ class _Page:
                 a, b = (x + BOX / 2, y + height), (mx + BOX / 2, my)
                 self.page.line(*a, *b, colour=c.MUTED, width=1.2, style="dotted", head="normal", ends=(name, master))
                 middle = (a[0] + b[0]) / 2, (a[1] + b[1]) / 2
-                self.page.text(*middle, f"{count} store calls", "c", size=8, ground="white")
+                self.page.text(*middle, times(count, "store calls"), "c", size=8, ground="white")
 
     def _legend(self, y: float) -> None:
         legend.wires(self.page, y, (("http", "HTTP"), ("write", "one-sided write"), ("ack", "ZMQ ack")))
@@ -191,9 +191,9 @@ class _Page:
 def _lines(link: Link) -> list[tuple[str, int, str]]:
     """The kinds of line between two processes: its style in `legend.WIRES`, how often it was used, its words."""
     return [
-        ("http", link.posts, f"{link.posts} POST"),
-        ("write", link.writes, f"{link.writes} writes, {size(link.nbytes)}"),
-        ("ack", link.acks, f"{link.acks} acks"),
+        ("http", link.posts, times(link.posts, "POSTs")),
+        ("write", link.writes, f"{times(link.writes, 'writes')}, {size(link.nbytes)}"),
+        ("ack", link.acks, times(link.acks, "acks")),
     ]
 
 

@@ -74,7 +74,7 @@ class Canvas:
         more = {"fontname": "Helvetica-Bold"} if bold else {}
         if ground is not None:
             more |= {"style": "filled", "fillcolor": ground, "shape": "box", "penwidth": "0"}
-        label = text + {"l": "\\l", "c": "", "r": "\\r"}[side]
+        label = _escaped(text) + {"l": "\\l", "c": "", "r": "\\r"}[side]
         self._node(centre, y, width, size * 1.5, label, fontsize=size, fontcolor=colour, tip=tip, **more)
 
     def box(
@@ -152,7 +152,7 @@ class Canvas:
 
     def badge(self, x: float, y: float, number: int, tip: str = "") -> None:
         """An invariant's number in a red disc."""
-        self.mark(x, y, "circle", BREACH, line="white", size=12.5, text=str(number), tip=tip)
+        self.mark(x, y, "circle", ALERT, line="white", size=12.5, text=str(number), tip=tip)
 
     def line(
         self,
@@ -187,7 +187,7 @@ class Canvas:
             arrowhead=head,
             arrowsize=0.55 + 0.08 * width,
             dir="none" if head == "none" else "forward",
-            tooltip=tip or " ",
+            tooltip=_escaped(tip) or " ",
         )
         self._lines.append(f"{_quoted(tail)} -> {_quoted(tip_node)} {attributes}")
 
@@ -217,7 +217,7 @@ class Canvas:
     ) -> None:
         self._count += 1
         attributes = _attributes(
-            pos=self._at(x, y), width=width / 72, height=height / 72, label=label, tooltip=tip or " ", **more
+            pos=self._at(x, y), width=width / 72, height=height / 72, label=label, tooltip=_escaped(tip) or " ", **more
         )
         self._lines.append(f"{_quoted(name or f'_{self._count}')} {attributes}")
 
@@ -228,6 +228,11 @@ class Canvas:
 def _number(value: float) -> str:
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text in ("-0", "") else text
+
+
+def _escaped(text: str) -> str:
+    """Text in which Graphviz sees no escape of its own."""
+    return text.replace("\\", "\\\\")
 
 
 def _quoted(text: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from epdlab.steps import Event
 
 from .breach import Breach, breach
+from .spans import times
 
 Ask = tuple[str | None, int | None, int | None]
 Part = tuple[str | None, int | None]
@@ -153,7 +154,7 @@ class HandoffChecks:
             if (req, rank) not in self._finished:
                 self._report(breach("unfinished", f"{req} on {process} never ended", (index,), req, None, rank))
         for process, (index, event) in self._census.items():
-            kinds = [f"{n} {kind}" for kind, n in (event.data or {}).items() if kind != TIMED and _held(n)]
+            kinds = [times(n, kind) for kind, n in (event.data or {}).items() if kind != TIMED and _held(n)]
             if index > self._last_finish and kinds:
                 text = f"{process} still holds {', '.join(kinds)} after the last request"
                 self._report(breach("leak", text, (index,), None))

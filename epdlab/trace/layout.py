@@ -76,7 +76,7 @@ def of_trace(events: Sequence[Event], process: str, index: int | None = None) ->
     for event in seen:
         if event.phase != "end":
             _note_write(event, process, slots)
-        elif event.process == process and event.address is not None:
+        elif event.process == process:
             _apply(event, slots)
     placed = sorted(slots.values(), key=lambda pair: pair[0])
     if base is not None:

@@ -112,8 +112,11 @@ class MemoryChecks:
     def write_begins(self, event: Event, index: int) -> None:
         write = _Write(event, index)
         self._writes.append(write)
-        self._check_source(write, f"began without a live source region ({event.region})", (index,))
-        self._check_destination(write, "began into", (index,))
+        if not self._covered(write):
+            self._uncovered(write, f"began without a live source region ({event.region})", (index,))
+        lack = self._lacks(write)
+        if lack is not None:
+            self._unsafe(write, f"began into memory of {write.rank_process} that is {lack}", (index,))
 
     def write_ends(self, event: Event, index: int) -> None:
         for at, write in enumerate(self._writes):
@@ -131,38 +134,43 @@ class MemoryChecks:
 
     def lands_late(self, event: Event, index: int) -> None:
         """Bytes of a write that had ended with a negative code arrive after all."""
-        self._check_destination(_Write(event, index), "landed late in", (index,))
+        write = _Write(event, index)
+        lack = self._lacks(write)
+        if lack is not None:
+            self._unsafe(write, f"landed late in memory of {write.rank_process} that is {lack}", (index,))
 
     def _recheck(self, event: Event, index: int) -> None:
         """Memory of a process went away: which writes in flight needed it?"""
+        how = f"still ran when {event.region} was {'freed' if event.step == 'landing.free' else 'deregistered'}"
         for write in self._writes:
-            if write.source and write.event.process == event.process:
-                how = f"lost its source region {event.region} before it ended"
-                self._check_source(write, how, (write.index, index))
-            if write.destination and write.rank_process == event.process:
-                self._check_destination(write, f"lost {event.region} before it ended:", (write.index, index))
+            if write.source and write.event.process == event.process and not self._covered(write):
+                self._uncovered(write, how, (write.index, index))
+            if write.destination and write.rank_process == event.process and self._lacks(write) is not None:
+                self._unsafe(write, how, (write.index, index))
 
-    def _check_source(self, write: _Write, how: str, events: tuple[int, ...]) -> None:
-        event = write.event
-        start, size, memory = event.address, event.bytes, self.of(event.process)
-        if start is None or size is None or memory.covers(start, start + size):
-            return
-        write.source = False
-        self._report(breach("source_uncovered", f"{_write(event)} {how}", events, event.req, event.part, event.rank))
+    def _covered(self, write: _Write) -> bool:
+        start, size = write.event.address, write.event.bytes
+        return start is None or size is None or self.of(write.event.process).covers(start, start + size)
 
-    def _check_destination(self, write: _Write, how: str, events: tuple[int, ...]) -> None:
-        event = write.event
-        start, size, memory = event.target, event.bytes, self.memory.get(write.rank_process)
+    def _lacks(self, write: _Write) -> str | None:
+        """What a write's destination lacks now; None if nothing, or if the trace does not tell of that memory."""
+        event, memory = write.event, self.memory.get(write.rank_process)
+        start, size = event.target, event.bytes
         if start is None or size is None or memory is None:
-            return
-        registered = memory.covers(start, start + size)
-        if registered and memory.slot_of(event.req, start, start + size):
-            return
+            return None
+        if not memory.covers(start, start + size):
+            return "unregistered"
+        return None if memory.slot_of(event.req, start, start + size) else f"no slot of {event.req}"
+
+    def _uncovered(self, write: _Write, how: str, events: tuple[int, ...]) -> None:
+        write.source = False
+        self._report(_breach("source_uncovered", write.event, how, events))
+
+    def _unsafe(self, write: _Write, how: str, events: tuple[int, ...]) -> None:
         write.destination = False
-        lack = f"no slot of {event.req}" if registered else "unregistered"
-        text = f"{_write(event)} {how} memory of {write.rank_process} that is {lack}"
-        self._report(breach("destination_unsafe", text, events, event.req, event.part, event.rank))
+        self._report(_breach("destination_unsafe", write.event, how, events))
 
 
-def _write(event: Event) -> str:
-    return f"the write of {event.req} part {event.part} to rank {event.rank}"
+def _breach(key: str, event: Event, how: str, events: tuple[int, ...]) -> Breach:
+    text = f"the write of {event.req} part {event.part} to rank {event.rank} {how}"
+    return breach(key, text, events, event.req, event.part, event.rank)

@@ -22,9 +22,9 @@ from .spans import lanes, millis, only, origin
 ROW = 16.0
 TOP = 64.0
 FIRST_LANE = 118.0
-RIGHT = 178.0
+RIGHT = 160.0
 PAGE = 780.0
-NARROW = 63.0
+NARROW, WIDE = 61.0, 380.0
 MAX_ROWS = 240
 EVENTS_PER_ROW = 50  # more than any row stands for
 
@@ -93,7 +93,7 @@ class _Page:
     ) -> None:
         self.events, self.rows, self.names, self.waiting, self.title = events, found, names, waiting, title
         gaps = max(len(names) - 1, 1)
-        self.spacing = max(NARROW, min(250.0, (PAGE - FIRST_LANE - RIGHT) / gaps))
+        self.spacing = max(NARROW, min(WIDE, (PAGE - FIRST_LANE - RIGHT) / gaps))
         self.x = {name: FIRST_LANE + self.spacing * k for k, name in enumerate(names)}
         self.y = {row.at: TOP + ROW * (k + 0.5) for k, row in enumerate(found)}
         self.row_of = {index: row for row in found for index in row.events}
@@ -117,7 +117,7 @@ class _Page:
             self.page.text(64, self.y[row.at], millis(self.events[row.at], origin), "r", size=8, colour=c.MUTED)
             self._row(row)
         if origin is not None:
-            self.page.text(64, 36.5, "ms", "r", size=8, colour=c.MUTED)
+            self.page.text(64, TOP - 6, "ms", "r", size=8, colour=c.MUTED)
         self._waiting()
         self._legend()
         return Drawing(self.page.dot(), "fixed", self.title)

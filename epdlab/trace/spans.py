@@ -95,6 +95,11 @@ def short(name: str | None, process: str | None = None) -> str:
     return name.removeprefix(f"{process}.") if process else name
 
 
+def times(count: int, things: str) -> str:
+    """`2 writes`, `1 write`."""
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
+
+
 def size(nbytes: int | None) -> str:
     """`4 MiB`, `100 KiB`, `12 B`."""
     if nbytes is None:

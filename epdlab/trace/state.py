@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from epdlab.steps import Event
 
-from .spans import kind_of, lanes, short, size
+from .spans import kind_of, lanes, short, size, times
 
 Line = tuple[str, str, str]
 
@@ -227,7 +227,7 @@ class WorldState:
     def __repr__(self) -> str:
         held = {kind: sum(len(p.all(kind)) for p in self.processes.values()) for kind in KINDS}
         held[WRITES] = len(self.flying)
-        return f"WorldState({', '.join(f'{n} {kind}' for kind, n in held.items() if n)})"
+        return f"WorldState({', '.join(times(n, kind) for kind, n in held.items() if n)})"
 
     def __str__(self) -> str:
         return self.text()
@@ -248,7 +248,7 @@ def _describe(held: Held, writes: int, addresses: bool) -> str:
     if held.owner:
         words.append(f"for {held.owner}")
     if writes:
-        words.append(f"{writes} write{'s' * (writes > 1)} in flight")
+        words.append(f"{times(writes, 'writes')} in flight")
     if addresses and held.address is not None:
         words.append(f"at {held.address:#x}")
     return "  ".join(words)

@@ -64,7 +64,7 @@ class _Page:
     def __init__(self, events: Sequence[Event], bars: list[Bar], scale: Scale, title: str) -> None:
         self.events, self.bars, self.scale, self.title = events, bars, scale, title
         self.page = Canvas(title, PAGE)
-        at = [i for bar in bars for i in (bar.begin, bar.end)] or [0]
+        at = [i for bar in bars for i in (bar.begin, bar.aside, bar.end) if i is not None] or [0]
         self.first, self.last = min(at), max(at)
         self.times = sorted(set(at))
         self.place = {index: k for k, index in enumerate(self.times)}

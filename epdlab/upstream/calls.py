@@ -17,13 +17,16 @@ CODED = ("register", "deregister", "transfer")
 OPS = (*CODED, "ack", "encode", "pop")
 
 
-def named(events: Iterable[Event], sessions: Mapping[str, int], ports: Mapping[int, int]) -> list[Call]:
+def named(
+    events: Iterable[Event], sessions: Mapping[str, int], ports: Mapping[int, int], kind: str = "region"
+) -> list[Call]:
     """The calls of one process in the order in which they returned.
 
     Args:
         events: of one process, see Recorder.
         sessions: the rank behind each landing session.
         ports: the rank behind each acknowledgement port.
+        kind: what memory is called that is neither an embedding nor another owner's.
     """
     names: dict[tuple[str, int], str] = {}
     seen: Counter[str] = Counter()
@@ -34,9 +37,9 @@ def named(events: Iterable[Event], sessions: Mapping[str, int], ports: Mapping[i
         owner = event.get("owner", "release")
         key = (owner, event["address"])
         if event["op"] == "encode" or key not in names:
-            kind = "other" if owner == "other" else "emb" if event["op"] == "encode" else "region"
-            seen[kind] += 1
-            names[key] = f"{kind}#{seen[kind]}"
+            sort = "other" if owner == "other" else "emb" if event["op"] == "encode" else kind
+            seen[sort] += 1
+            names[key] = f"{sort}#{seen[sort]}"
         return names[key]
 
     calls = []

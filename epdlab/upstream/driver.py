@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import zmq
-from mooncake.engine import TransferEngine
 from numpy.typing import NDArray
 
+from ..engine import MooncakeEngine, check
 from ..errors import LabError
 from . import calls, payload
 from .child import Json
@@ -31,15 +31,13 @@ class Rank:
     """A receiving rank: landing memory registered with an engine of its own, and a PULL socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._engine = TransferEngine()
+        self._engine = MooncakeEngine(HOST)
         self._landing: NDArray[np.uint8] = np.zeros(LANDING_BYTES, dtype=np.uint8)
         self._pull = context.socket(zmq.PULL)
         self.port = self._pull.bind_to_random_port(f"tcp://{HOST}")
         self.address = int(self._landing.ctypes.data)
-        started = self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "")
-        if started or self._engine.register_memory(self.address, LANDING_BYTES):
-            raise LabError("a landing engine did not start; `epdlab doctor` says what this machine lacks")
-        self.session = f"{HOST}:{self._engine.get_rpc_port()}"
+        check("register", self._engine.register(self.address, LANDING_BYTES), "landing memory")
+        self.session = self._engine.session_id
         self.key = destination(self.session, self.address)
 
     def clear(self) -> None:
@@ -61,7 +59,8 @@ class Rank:
 
     def close(self) -> None:
         """Deregisters the landing memory and closes the socket."""
-        self._engine.unregister_memory(self.address)
+        self._engine.deregister(self.address)
+        self._engine.close()
         self._pull.close(linger=0)
 
 
@@ -80,7 +79,7 @@ class Play:
     @property
     def request(self) -> str:
         """The request's id, in the form the receivers give to part 0."""
-        return f"play{self.seed}_local_part_0"
+        return f"play{self.seed:05}_local_part_0"
 
     async def run(self) -> None:
         """Carries the steps out, then waits for every reply."""

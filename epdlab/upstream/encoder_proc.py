@@ -1,6 +1,6 @@
 """One encode server of a release: its own app under uvicorn, and one control route of ours.
 
-It runs inside the upstream environment. Argument: JSON with `version` and `folder`. Its one line says its port and session.
+It runs inside the upstream environment. Argument: JSON with `version` and `folder`. Its line says port and session.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One receiving rank of a release: its real MMReceiverHTTP and waiting requests; runs inside the upstream environment.
 
-Argument: JSON, see `Wanted`. It reads one JSON line per command and answers with one. The release's own code decodes the
+Argument: JSON, see `Wanted`. It reads one JSON line per command and answers with one. The release's code decodes the
 acknowledgements here, in the release's own process.
 """
 

@@ -127,7 +127,7 @@ def _result(one: Play, ends: list[Json], state: Json) -> Json:
     sends = [event["request"] for event in events if event["op"] == "http" and event["path"] == "/send"]
     ports = {send["embedding_port"]: sessions[send["session_id"]] for send in sends}
     encoder_calls = calls.named(events, sessions, ports)
-    landing = [calls.named(end["events"], {}, {}) for end in ends]
+    landing = [calls.named(end["events"], {}, {}, "landing") for end in ends]
     return {
         "requests": len({step.value for step in one.scenario.steps if step.do == "ask"}),
         "calls": encoder_calls,

@@ -40,7 +40,7 @@ class Hold:
 class Recorder:
     """The log of one process, and the holds and faults armed in it.
 
-    An event is a flat dict: `op`, `rc`, `began` and `ended` (CLOCK_MONOTONIC nanoseconds), `caller`, and facts of the op.
+    An event is a flat dict: `op`, `rc`, `began` and `ended` (CLOCK_MONOTONIC nanoseconds), `caller`, and facts.
 
     Attributes:
         refused: whether a registration of the release was refused since the last `disarm`.

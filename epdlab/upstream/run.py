@@ -19,6 +19,7 @@ from pathlib import Path
 
 import zmq
 
+from ..engine import keep_native_log
 from ..errors import EpdLabError, LabError
 from . import driver, env, receivers
 from .child import Json, Nursery
@@ -32,8 +33,8 @@ STANDS_IN = (
     "image and video preprocessing and the vision tower: an item is a seeded embedding",
     "the model's processor on the receiving side, and the TP group of the scheduler (gloo)",
     "torch.empty in the receiver module: landing memory is asked for on the GPU and comes from the host",
-    "0.5.23, global_cache_* only: look-up and assembly of cached embeddings, which need CUDA",
 )
+CACHE_STANDS_IN = "global_cache_* only: look-up and assembly of cached embeddings, which need CUDA"
 
 
 def say(text: str) -> None:
@@ -42,7 +43,7 @@ def say(text: str) -> None:
 
 
 class Bench:
-    """One release under test: its nursery, four ranks, and an encoder, replaced when a scenario left something in it."""
+    """One release under test: its nursery, four ranks, and an encoder, replaced when a scenario left something."""
 
     def __init__(self, release: str, folder: Path, nursery: Nursery) -> None:
         self.release = release
@@ -170,7 +171,7 @@ def stored(release: str, results: list[Json], command: str) -> Json:
         },
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": command,
-        "stands_in": list(STANDS_IN),
+        "stands_in": [*STANDS_IN, *([CACHE_STANDS_IN] if any(s["params"]["global_cache"] for s in results) else [])],
         "scenarios": results,
     }
 
@@ -190,6 +191,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Plays what the command line names; 0 if all of it could be played."""
     asked = _arguments(argv)
+    env.cache_folder().mkdir(parents=True, exist_ok=True)
+    keep_native_log(env.cache_folder() / "native.log")
     try:
         for release in asked.release or RELEASES:
             wanted = [SCENARIOS[name] for name in asked.scenario or SCENARIOS if release in SCENARIOS[name].releases]

@@ -102,6 +102,12 @@ def _gathered(tp: int) -> tuple[Step, ...]:
     return (Step("encode"), *_each("hold", tp), *_each("send", tp), *_each("held", tp))
 
 
+def _in_order(tp: int) -> tuple[Step, ...]:
+    """All are writing, then they are done one after another."""
+    ends = (step for rank in range(tp) for step in (Step("release", rank), Step("finish", rank)))
+    return (*_gathered(tp), *ends)
+
+
 def _free(tp: int) -> tuple[Step, ...]:
     return (Step("encode"), *_each("send", tp), Step("finish"))
 
@@ -141,13 +147,13 @@ _ENCODER = (
     Scenario(
         "first_done_under_sibling",
         "What happens to a sibling's write when the first rank is done?",
-        (*_gathered(2), Step("release", 0), Step("finish", 0), Step("release", 1), Step("finish", 1)),
+        _in_order(2),
     ),
     Scenario("staggered", "What does a rank get that asks after its sibling is done?", _one_by_one(0, 1)),
     Scenario(
         "no_receive_count",
         "When is an embedding released whose /send calls do not say how many ranks there are?",
-        (*_gathered(2), Step("release"), Step("finish")),
+        _in_order(2),
         receive_count=False,
         send_timeout=2.0,
         settle=True,
@@ -170,14 +176,7 @@ _ENCODER = (
     Scenario(
         "failed_write_last",
         "The second rank's write fails: is it acked, and what stays behind?",
-        (
-            Step("fail", 1, -1),
-            *_gathered(2),
-            Step("release", 0),
-            Step("finish", 0),
-            Step("release", 1),
-            Step("finish", 1),
-        ),
+        (Step("fail", 1, -1), *_in_order(2)),
     ),
     Scenario(
         "failed_write_first",
@@ -219,9 +218,19 @@ _ENCODER = (
     Scenario(
         "asynchronous",
         "Two siblings on the single-request path, where /encode may answer before the vision tower ran.",
-        (*_gathered(2), Step("release"), Step("finish")),
+        _in_order(2),
         modality="VIDEO",
         send_timeout=2.0,
+        settle=True,
+        repeat=1,
+    ),
+    Scenario(
+        "asynchronous_timer_under_write",
+        "The clean-up timer fires while a write of that path is in flight: does it deregister under it?",
+        (*_gathered(1), Step("cleanup"), Step("release", 0), Step("finish", 0)),
+        tp=1,
+        modality="VIDEO",
+        send_timeout=1.0,
         settle=True,
         repeat=1,
     ),

@@ -44,7 +44,7 @@ def _encoder(canvas: Canvas) -> None:
         56,
         c.ENCODER,
         "encode server, other ranks",
-        ["vision tower (TP); no Transfer Engine"],
+        ["vision tower (TP); no Transfer Engine;", "with the cache on, a pool and segment each"],
     )
     canvas.box(
         ENC_X + 12, 150, ENC_W - 24, 288, c.ENCODER, "encode server, rank 0", ["/encode and /send; owns embeddings"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import UsageError
@@ -76,41 +76,39 @@ def landing(result: Json) -> str:
 
 
 def store(result: Json) -> str:
-    """`bench_store`: goodput of GET and PUT against the bare store calls and a memory copy, and time saved per hit."""
+    """`bench_store`: GET and PUT against the bare store calls and a memory copy, and a hit against the tower."""
     canvas = Canvas(
-        330, "The embedding cache", "Goodput of GET and PUT by size, and the time of a hit against the vision tower."
+        336, "The embedding cache", "Goodput of GET and PUT by size, and the time of a hit against the vision tower."
     )
-    copies = _need(result, "memcpy", "bench_store")
-    both = [_kind(result, kind, copies) for kind in ("get", "put")]
+    rows = _need(result, "goodput", "bench_store")
+    labels = [size_label(row["bytes"]).replace("iB", "") for row in rows]
+    both = [_goodput(rows, kind) for kind in ("get", "put")]
     low, high, ticks = decades([v for series in both for one in series for v in one.values])
     for number, (title, series) in enumerate(zip(("GET", "PUT"), both, strict=True)):
-        frame = Frame(canvas, 52 + number * 288, 60, 234, 206, low, high, log=True)
-        frame.axes(
-            title,
-            "GB/s, logarithmic",
-            [label.replace("iB", "") for label in _need(result, title.lower(), "bench_store")],
-            ticks,
-        )
+        frame = Frame(canvas, 52 + number * 288, 66, 234, 206, low, high, log=True)
+        frame.axes(title, "GB/s, logarithmic", labels, ticks)
         frame.lines(series)
-    saved = _need(result, "saved", "bench_store")
-    pairs = (("vision tower", "vision_ms", BARE), ("hit: lookup and GET", "hit_ms", OURS))
-    bars = [Series(name, colour, [one[field] for one in saved.values()]) for name, field, colour in pairs]
+    saved = _need(result, "saved_per_hit", "bench_store")
+    kinds = (
+        ("vision tower", "forward_ms", BARE),
+        ("hit in the store", "global_hit_ms", OURS),
+        ("hit in the pool", "local_hit_ms", COPY),
+    )
+    bars = [Series(name, colour, [row[field] for row in saved]) for name, field, colour in kinds]
     low, high, ticks = decades([v for one in bars for v in one.values])
-    frame = Frame(canvas, 636, 60, 230, 206, low, high * 1.6, log=True)
-    frame.axes("A hit against the tower", "ms, logarithmic", list(saved), ticks)
+    frame = Frame(canvas, 636, 66, 230, 206, low / 2, high * 1.6, log=True)
+    frame.axes("A hit against the tower", "ms, logarithmic", ["{} × {}".format(*row["image"]) for row in saved], ticks)
     frame.bars(bars, lambda value: significant(value, 2))
-    key(canvas, 30, 316, both[0])
-    canvas.legend(590, 316, [(c.Look(one.colour, one.colour), one.name) for one in bars], gap=12)
+    key(canvas, 24, 322, both[0])
+    canvas.legend(496, 322, [(c.Look(one.colour, one.colour), one.name) for one in bars], gap=10)
     return canvas.svg()
 
 
-def _kind(result: Json, kind: str, copies: Json) -> list[Series]:
-    rows = _need(result, kind, "bench_store")
-    bare = [row["gbps"] / row["ratio_to_bare"] for row in rows.values()]
+def _goodput(rows: Sequence[Json], kind: str) -> list[Series]:
     return [
-        Series("our pool", OURS, [row["gbps"] for row in rows.values()]),
-        Series("bare store call", BARE, bare, "6 3"),
-        Series("memory copy", COPY, [copies[size]["gbps"] for size in rows], "2 3"),
+        Series("our pool", OURS, [row[f"{kind}_gbps"] for row in rows]),
+        Series("bare store call", BARE, [row[f"bare_{kind}_gbps"] for row in rows], "6 3"),
+        Series("memory copy", COPY, [row["memcpy_gbps"] for row in rows], "2 3"),
     ]
 
 

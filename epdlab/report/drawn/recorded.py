@@ -15,29 +15,27 @@ from ...trace.render import Drawing
 from ...trace.sequence import sequence
 from ...trace.timeline import timeline
 
-REQUEST = "req1"
-
 
 def sequence_of(events: Sequence[Event], title: str) -> Drawing:
-    """The sequence diagram of the recorded request; its clock starts with the request."""
-    shown = _from_request(events)
-    return sequence(shown, check(shown), req=REQUEST, title=title)
+    """The sequence diagram of the first recorded request; its clock starts with the request."""
+    shown, req = _from_request(events)
+    return sequence(shown, check(shown), req=req, title=title)
 
 
 def timeline_of(events: Sequence[Event], title: str) -> Drawing:
-    """Regions and writes of the recorded request, one step apart; its clock starts with the request."""
-    shown = _from_request(events)
-    return timeline(shown, check(shown), req=REQUEST, title=title)
+    """Regions and writes of the first recorded request, one step apart; its clock starts with the request."""
+    shown, req = _from_request(events)
+    return timeline(shown, check(shown), req=req, title=title)
 
 
 def layout_of(events: Sequence[Event], title: str) -> Drawing:
-    """The landing memory of rank 0 when it held the most: the latest such moment, when all parts are noted."""
+    """The landing memory of rank 0 when it had the most slots: the latest such moment, when all parts are noted."""
     moments = [i for i, event in enumerate(events) if event.process == "rank0" and event.phase == "end"]
     if not moments:
         raise UsageError(
             "the recorded trace has no step of rank0; record it anew with `python -m epdlab report --traces`"
         )
-    best = max(moments, key=lambda i: (_held(events, i), i))
+    best = max(moments, key=lambda i: (len(of_trace(events, "rank0", i).slots), i))
     return layout(of_trace(events, "rank0", best), title)
 
 
@@ -46,13 +44,10 @@ def region_states() -> Drawing:
     return lifecycle("region")
 
 
-def _from_request(events: Sequence[Event]) -> list[Event]:
-    """The events with those before the request moved to its start: coming up takes no room."""
-    start = next((event.t for event in events if event.step == "request.start" and event.req == REQUEST), None)
+def _from_request(events: Sequence[Event]) -> tuple[list[Event], str | None]:
+    """The first request, and the events with those before it moved to its start: coming up takes no room."""
+    start = next((event for event in events if event.step == "request.start"), None)
     if start is None:
-        raise UsageError(f"the recorded trace has no {REQUEST}; record it anew with `python -m epdlab report --traces`")
-    return [event if event.t >= start else msgspec.structs.replace(event, t=start) for event in events]
-
-
-def _held(events: Sequence[Event], index: int) -> int:
-    return sum(slot.nbytes for slot in of_trace(events, "rank0", index).slots)
+        raise UsageError("the recorded trace has no request; record it anew with `python -m epdlab report --traces`")
+    moved = [event if event.t >= start.t else msgspec.structs.replace(event, t=start.t) for event in events]
+    return moved, start.req
