@@ -30,7 +30,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _as_interrupt)
     logging.basicConfig(level=logging.WARNING, format="epdlab: %(message)s", stream=sys.stderr)
     try:
         chosen = _parser().parse_args(arguments)
@@ -42,12 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("epdlab: interrupted; every process was ended", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"epdlab: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads on; do not fail again at exit
         return 1
 
 
 def _as_interrupt(*_: object) -> NoReturn:
+    """The first Ctrl-C ends the command; a second one must not stop it from ending its processes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -310,7 +317,7 @@ def _add_encoder(commands: Any) -> None:
             allow_private_urls=chosen.allow_private_urls,
             store=chosen.store,
         )
-        asyncio.run(run_encoder(options, print))
+        asyncio.run(run_encoder(options, _sayer(False)))
         return 0
 
     parser = _add_role(commands, "encoder", "run one encode server", run)
@@ -360,7 +367,7 @@ def _prefill(chosen: argparse.Namespace) -> int:
     async def work(rank: PrefillRank) -> None:
         answer = await rank.generate(chosen.req_id, items, chosen.prompt)
         answer.pop("logits", None)
-        print(json.dumps(answer))
+        print(json.dumps(answer), flush=True)
 
     asyncio.run(run_prefill(options, work))
     return 0

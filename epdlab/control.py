@@ -17,7 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from .errors import EpdLabError, one_line
+from .errors import EpdLabError, UsageError, one_line
 from .steps import GO, Decision, Phase, Point
 
 
@@ -152,8 +152,8 @@ class ControlClient:
         ticket = self._tickets
         future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         self._held[ticket] = future
-        await self._socket.send(pack(Held(ticket, point)))
         try:
+            await self._socket.send(pack(Held(ticket, point)))
             return await future
         finally:
             del self._held[ticket]
@@ -176,7 +176,7 @@ class ControlClient:
 
     async def _answer(self, call: Call) -> None:
         try:
-            reply = Reply(call.call, await self.operations[call.op](**call.args))
+            reply = Reply(call.call, await self._operation(call.op)(**call.args))
         except asyncio.CancelledError:
             reply = Reply(call.call, error=("cancelled", "the call was cancelled"))
         except Exception as error:
@@ -184,15 +184,25 @@ class ControlClient:
             reply = Reply(call.call, error=(kind, str(error) if isinstance(error, EpdLabError) else one_line(error)))
         await self._socket.send(pack(reply))
 
+    def _operation(self, name: str) -> Operation:
+        if name not in self.operations:
+            raise UsageError(f"{self.process} has no operation {name!r}; it has {', '.join(sorted(self.operations))}")
+        return self.operations[name]
+
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """The role ends: hold nothing any more, and cancel what is held."""
+        self._patterns, self._left = [], []
         for future in self._held.values():
             if not future.done():
                 future.cancel()
+
+    def close(self) -> None:
+        self.let_go()
         for task in self._tasks:
             task.cancel()
         self._socket.close()

@@ -10,12 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 from .engine import error_for
-from .errors import EncodeFailed, EpdLabError, LostEmbedding, MetadataMismatch, PeerLost, StateError, one_line
+from .errors import (
+    EncodeFailed,
+    EpdLabError,
+    LostEmbedding,
+    MetadataMismatch,
+    PeerLost,
+    RegistrationRefused,
+    StateError,
+    one_line,
+)
 from .messages import (
     Ack,
     EncodeReply,
@@ -28,7 +38,7 @@ from .messages import (
     to_json,
 )
 from .modality import Modality
-from .ports import Buffer, Clock, EnginePort, Handler, LinkPort, Timer
+from .ports import AckPusher, Buffer, Clock, EnginePort, Handler, LinkPort, Timer
 from .regions import MemoryRegion, RegionState, RegionTable
 from .rules import Profile, Rule
 from .steps import Steps
@@ -295,7 +305,8 @@ class MMEncoder:
             data = {"digest": part.digest}
             self.steps.note("embedding.ready", **part.labels, address=buffer.address, bytes=buffer.nbytes, data=data)
         if self._registers_when_ready(part):
-            await self._shared_region(part, buffer, part.labels)
+            with suppress(RegistrationRefused):  # the first /send tries again, and says so
+                await self._shared_region(part, buffer, part.labels)
             if part.state is not PartState.ENCODING:
                 await self._too_late(part, buffer)
                 return
@@ -372,6 +383,12 @@ class MMEncoder:
         return part
 
     async def _send(self, part: EmbeddingData, request: SendRequest, labels: dict[str, Any]) -> None:
+        """Write, then ack. The connection for the ack is made while the write runs."""
+        with closing(self.link.pusher(f"{request.prefill_host}:{request.embedding_port}")) as pusher:
+            await self._write_one(part, request, labels)
+            await self._push_ack(pusher, part, request, labels)
+
+    async def _write_one(self, part: EmbeddingData, request: SendRequest, labels: dict[str, Any]) -> None:
         await part.ready.wait()
         if part.error is not None:
             raise EncodeFailed(f"part {part.key}: {part.error}")
@@ -389,7 +406,6 @@ class MMEncoder:
             part.suspect = True
             if self.profile.has(Rule.CHECK_TRANSFER_STATUS):
                 raise error_for("transfer", status, f"of {part.key} to {request.session_id}")
-        await self._push_ack(part, request, labels)
 
     async def _source_region(self, part: EmbeddingData, buffer: Buffer, labels: dict[str, Any]) -> MemoryRegion:
         if self.profile.has(Rule.SHARED_REGISTRATION):
@@ -449,7 +465,9 @@ class MMEncoder:
         if not self.profile.has(Rule.KEEP_EMBEDDING):
             await self._drop(part, labels)
 
-    async def _push_ack(self, part: EmbeddingData, request: SendRequest, labels: dict[str, Any]) -> None:
+    async def _push_ack(
+        self, pusher: AckPusher, part: EmbeddingData, request: SendRequest, labels: dict[str, Any]
+    ) -> None:
         assert part.prepared is not None
         ack = Ack(
             req_id=request.req_id,
@@ -462,9 +480,9 @@ class MMEncoder:
             grid=part.prepared.grid,
             digest=part.digest,
         )
-        endpoint = f"{request.prefill_host}:{request.embedding_port}"
         frame = to_frame(ack)
-        await self.steps.wait("ack.push", lambda: self.link.push(endpoint, frame), peer=endpoint, **labels)
+        endpoint = f"{request.prefill_host}:{request.embedding_port}"
+        await self.steps.wait("ack.push", lambda: pusher.push(frame), peer=endpoint, **labels)
 
     async def _account(self, part: EmbeddingData, request: SendRequest) -> None:
         """Early release: the last receiver served releases the part."""
@@ -560,6 +578,11 @@ class MMEncoder:
             "tasks": len(self._tasks),
             "timed": len(timed),
         }
+
+    async def settled(self) -> None:
+        """Wait until no background work of the encoder runs (timers may still be pending)."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
 
     async def close(self) -> None:
         """Cancel what runs, let writes end, release every part, withdraw every region. The engine stays its owner's."""

@@ -88,9 +88,12 @@ class _Slots:
     def slots(self) -> list[LandingSlot]:
         return list(self._open.values())
 
-    def _new(self, owner: str, buffer: Buffer, region: MemoryRegion) -> LandingSlot:
+    def _name(self) -> str:
         self._count += 1
-        slot = LandingSlot(f"{self._steps.process}.slot#{self._count}", owner, buffer, region)
+        return f"{self._steps.process}.slot#{self._count}"
+
+    def _new(self, name: str, owner: str, buffer: Buffer, region: MemoryRegion) -> LandingSlot:
+        slot = LandingSlot(name, owner, buffer, region)
         self._open[slot.name] = slot
         return slot
 
@@ -109,15 +112,20 @@ class PerRequestLanding(_Slots):
     """One buffer and one registration per request."""
 
     async def allocate(self, nbytes: int, owner: str, **labels: Any) -> LandingSlot:
-        buffer = await self._steps.do(
+        name, buffer = await self._steps.do(
             "landing.alloc",
-            lambda: self._engine.allocate(nbytes),
-            lambda buffer: {"address": buffer.address, "region": f"{self._steps.process}.slot#{self._count + 1}"},
+            lambda: (self._name(), self._engine.allocate(nbytes)),
+            lambda made: {"address": made[1].address, "region": made[0]},
             bytes=nbytes,
             **labels,
         )
-        region = await self.regions.register(buffer, owner, must_succeed=self._must_succeed, **labels)
-        return self._new(owner, buffer, region)
+        memory = {"region": name, "address": buffer.address, "bytes": nbytes}
+        try:
+            region = await self.regions.register(buffer, owner, must_succeed=self._must_succeed, **labels)
+        except BaseException:
+            await self._steps.do("landing.free", buffer.free, **memory, **labels)
+            raise
+        return self._new(name, owner, buffer, region)
 
     async def free(self, slot: LandingSlot, **labels: Any) -> None:
         """Deregister and let go of the buffer. Idempotent."""
@@ -128,6 +136,8 @@ class PerRequestLanding(_Slots):
         await self._steps.do("landing.free", slot.buffer.free, **slot.labels(), **labels)
 
     async def close(self) -> None:
+        """Give everything back; what the engine refuses now is recorded, and no error."""
+        self._must_succeed = False
         for slot in self.slots:
             await self.free(slot)
 
@@ -190,7 +200,8 @@ class LandingPool(_Slots):
         await self._steps.do("landing.free", lambda: self._return(slot), **slot.labels(), **labels)
 
     async def close(self) -> None:
-        """Withdraw the whole pool; no write can touch it afterwards."""
+        """Withdraw the whole pool; no write can touch it afterwards. A refusal is recorded, and no error."""
+        self._must_succeed = False
         for slot in self.slots:
             await self.free(slot)
         if self._region is not None and self._buffer is not None:
@@ -249,7 +260,8 @@ class LandingPool(_Slots):
 
     def _cut(self, offset: int, nbytes: int, owner: str) -> LandingSlot:
         assert self._buffer is not None and self._region is not None
-        return self._new(owner, self._buffer.slice(offset, nbytes), self._region)
+        buffer = self._buffer.slice(offset, nbytes)
+        return self._new(self._name(), owner, buffer, self._region)
 
     def _return(self, slot: LandingSlot) -> None:
         slot.buffer.free()

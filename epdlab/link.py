@@ -23,14 +23,15 @@ log = logging.getLogger(__name__)
 PUSH_TIMEOUT_MS = 5_000
 HTTP_TIMEOUT_S = 1_800.0
 SHUTDOWN_S = 0.1
+CUT_OFF_BYTES = 16 * MAX_FRAME_BYTES
 
 
 class ZmqAcks:
-    """A PULL socket on a port of its own."""
+    """A PULL socket on a port of its own. A frame over the limit is read and refused; far over it, the peer is cut off."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str) -> None:
         self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, CUT_OFF_BYTES)
         self.port = self._socket.bind_to_random_port(f"tcp://{host}")
 
     async def pull(self) -> bytes:
@@ -39,6 +40,38 @@ class ZmqAcks:
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+class ZmqPusher:
+    """A PUSH socket that connects from the moment it is made. It takes a frame only once somebody pulls."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDTIMEO, PUSH_TIMEOUT_MS)
+        try:
+            self._socket.connect(f"tcp://{endpoint}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise self._lost(error) from None
+
+    async def push(self, frame: bytes) -> None:
+        """Push one frame.
+
+        Raises:
+            PeerLost: nobody pulls there within 5 s.
+        """
+        try:
+            await self._socket.send(frame)
+        except zmq.ZMQError as error:
+            raise self._lost(error) from None
+
+    def close(self) -> None:
+        self._socket.close(linger=PUSH_TIMEOUT_MS)
+
+    def _lost(self, error: zmq.ZMQError) -> PeerLost:
+        return PeerLost(f"no rank pulls acks at {self.endpoint} ({error}); did it close its request?")
 
 
 class HttpZmqLink:
@@ -88,22 +121,8 @@ class HttpZmqLink:
         self.port = int(self._runner.addresses[0][1])
         return f"http://{self.host}:{self.port}"
 
-    async def push(self, endpoint: str, frame: bytes) -> None:
-        """Push one frame.
-
-        Raises:
-            PeerLost: nobody pulls there within 5 s.
-        """
-        socket = self._zmq.socket(zmq.PUSH)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDTIMEO, PUSH_TIMEOUT_MS)
-        try:
-            socket.connect(f"tcp://{endpoint}")
-            await socket.send(frame)
-        except zmq.ZMQError as error:
-            raise PeerLost(f"no rank pulls acks at {endpoint} ({error}); did it close its request?") from None
-        finally:
-            socket.close(linger=PUSH_TIMEOUT_MS)
+    def pusher(self, endpoint: str) -> ZmqPusher:
+        return ZmqPusher(self._zmq, endpoint)
 
     def acks(self) -> ZmqAcks:
         return ZmqAcks(self._zmq, self.host)

@@ -13,7 +13,7 @@ import torch
 
 from .engine import TensorBuffer
 from .pages import Entry, PagePool
-from .store_object import BLOCK_BYTES, HEADER, Bytes, Item, checksum
+from .store_object import HEADER, Bytes, Item, checksum
 
 Extents = list[tuple[int, int]]
 
@@ -43,34 +43,29 @@ class PageMemory:
 
     def write(self, entry: Entry, item: Item, rows: torch.Tensor) -> None:
         """Copy an embedding, any contiguous tensor of the entry's size, into its pages, and make its header."""
-        header = item.header(checksum(self._copied_in(entry, rows)))
-        self._header(entry)[:] = np.frombuffer(header, np.uint8)
+        for page, piece in self._pairs(entry, rows):
+            _copy(page, piece)
+        self._header(entry)[:] = np.frombuffer(item.header(self.checksum(entry)), np.uint8)
 
     def read(self, entry: Entry, rows: torch.Tensor) -> None:
         """Copy the entry's bytes out into a contiguous tensor of its size."""
-        flat, at = _flat(rows), 0
-        for offset, nbytes in self._pool.extents(entry):
-            _copy(flat[at : at + nbytes], self.buffer.tensor[offset : offset + nbytes])
-            at += nbytes
+        for page, piece in self._pairs(entry, rows):
+            _copy(piece, page)
 
     def intact(self, entry: Entry, item: Item) -> bool:
         """Whether the pages hold just this item: header and checksum."""
         return self._header(entry).tobytes() == item.header(self.checksum(entry))
 
-    def checksum(self, entry: Entry) -> int:
+    def checksum(self, entry: Entry) -> bytes:
         """Checksum of the entry's bytes without its header."""
         return checksum(self._bytes[offset : offset + nbytes] for offset, nbytes in self._pool.extents(entry))
 
-    def _copied_in(self, entry: Entry, rows: torch.Tensor) -> Iterator[Bytes]:
-        """Copy piece by piece; each is handed on while it is still in the CPU's cache."""
-        flat, at = _flat(rows), 0
-        step = BLOCK_BYTES if rows.device.type == "cpu" else entry.nbytes
+    def _pairs(self, entry: Entry, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each run of the entry with the bytes of `rows` that belong there."""
+        flat, at = rows.detach().view(-1).view(torch.uint8), 0
         for offset, nbytes in self._pool.extents(entry):
-            for start in range(offset, offset + nbytes, step):
-                length = min(step, offset + nbytes - start)
-                _copy(self.buffer.tensor[start : start + length], flat[at : at + length])
-                yield self._bytes[start : start + length]
-                at += length
+            yield self.buffer.tensor[offset : offset + nbytes], flat[at : at + nbytes]
+            at += nbytes
 
     def _header_at(self, entry: Entry) -> int:
         return self._headers_at + entry.runs[0].start * HEADER.size
@@ -81,10 +76,6 @@ class PageMemory:
 
     def __repr__(self) -> str:
         return f"PageMemory({self.buffer!r})"
-
-
-def _flat(rows: torch.Tensor) -> torch.Tensor:
-    return rows.detach().view(-1).view(torch.uint8)
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

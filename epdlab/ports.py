@@ -76,6 +76,20 @@ class AckSocket(Protocol):
     def close(self) -> None: ...
 
 
+class AckPusher(Protocol):
+    """A connection to where one rank pulls acks."""
+
+    async def push(self, frame: bytes) -> None:
+        """Push one frame.
+
+        Raises:
+            PeerLost: nobody pulls there.
+        """
+
+    def close(self) -> None:
+        """Let go; what was pushed still arrives. Idempotent."""
+
+
 class LinkPort(Protocol):
     """Control messages between the processes. It carries no embedding."""
 
@@ -89,8 +103,8 @@ class LinkPort(Protocol):
     async def serve(self, handlers: dict[str, Handler]) -> str:
         """Answer POSTs by path; returns the base URL."""
 
-    async def push(self, endpoint: str, frame: bytes) -> None:
-        """Push one frame to `host:port` (ZMQ PUSH)."""
+    def pusher(self, endpoint: str) -> AckPusher:
+        """A connection to `host:port` (ZMQ PUSH); returns at once, and is made while the caller does other work."""
 
     def acks(self) -> AckSocket:
         """A fresh socket to pull acks from (ZMQ PULL on a port of its own)."""

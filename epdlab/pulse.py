@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
-from .ports import AckSocket, Handler, LinkPort
+from .ports import AckPusher, AckSocket, Handler, LinkPort
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,13 +49,8 @@ class CountedLink:
 
         return answer
 
-    async def push(self, endpoint: str, frame: bytes) -> None:
-        self.sent += 1
-        try:
-            await self.link.push(endpoint, frame)
-        except BaseException:
-            self.taken += 1
-            raise
+    def pusher(self, endpoint: str) -> AckPusher:
+        return _CountedPusher(self, self.link.pusher(endpoint))
 
     def acks(self) -> AckSocket:
         return _CountedAcks(self, self.link.acks())
@@ -75,6 +70,22 @@ class _CountedAcks:
 
     def close(self) -> None:
         self._acks.close()
+
+
+class _CountedPusher:
+    def __init__(self, counts: CountedLink, pusher: AckPusher) -> None:
+        self._counts, self._pusher = counts, pusher
+
+    async def push(self, frame: bytes) -> None:
+        self._counts.sent += 1
+        try:
+            await self._pusher.push(frame)
+        except BaseException:
+            self._counts.taken += 1
+            raise
+
+    def close(self) -> None:
+        self._pusher.close()
 
 
 class CountedThreads(ThreadPoolExecutor):

@@ -32,6 +32,7 @@ from .regions import RegionTable
 from .rules import DEFAULT_PROFILE, Rule, profile
 from .slicing import SlicedEngine
 from .steps import Steps, TraceFile
+from .tasks import to_the_end
 
 if TYPE_CHECKING:
     from .vlm import VLM
@@ -122,6 +123,8 @@ class Role:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
+        if self.control is not None:
+            self.control.let_go()
 
     def close(self) -> None:
         if self.control is not None:
@@ -170,9 +173,9 @@ async def run_encoder(options: EncoderOptions, announce: Callable[[str], None] =
         } | vision.operations
         await role.serve(data, operations)
     finally:
+        await link.close()
         await encoder.close()
         await vision.close()
-        await link.close()
         engine.close()
         role.close()
 
@@ -231,8 +234,10 @@ class PrefillRank:
         """One request. Answers tokens, text, logits (float32 bytes), digests per part, bytes and milliseconds.
 
         Raises:
-            HandoffError: it did not arrive. PromptError: the prompt is empty.
+            HandoffError: it did not arrive. PromptError: the prompt is empty. UsageError: the id is in use.
         """
+        if req_id in self._tasks:
+            raise UsageError(f"request id {req_id!r} is in use; give every request its own")
         task = asyncio.ensure_future(self._generate(req_id, items, prompt, max_new_tokens))
         self._tasks[req_id] = task
         try:
@@ -258,7 +263,7 @@ class PrefillRank:
                 "transfer_ms": (arrived - began) * 1e3,
             }
             if self._vlm is not None:
-                answer |= await asyncio.to_thread(self._decode, self._vlm, received, prompt, count)
+                answer |= await to_the_end(asyncio.to_thread(self._decode, self._vlm, received, prompt, count))
         return answer | {"ms": (time.perf_counter() - began) * 1e3}
 
     def _decode(self, vlm: VLM, received: Received, prompt: str, count: int) -> dict[str, Any]:

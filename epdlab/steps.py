@@ -209,11 +209,19 @@ class Steps:
         self, step: str, action: Callable[[], T], ends: Callable[[T], dict[str, Any]] | None = None, **labels: Any
     ) -> T:
         """Run a synchronous action as a step. `ends` gives labels known only afterwards."""
-
-        async def act() -> T:
-            return action()
-
-        return await self.wait(step, act, ends, **labels)
+        if STEPS[step].spans:
+            return await self.wait(step, _as_async(action), ends, **labels)
+        began, decision = self._clock_ns(), GO
+        if self.gate is not None:
+            decision = await self.gate.enter(_point(self.process, step, "begin", labels))
+        self._begin(step, labels, decision, began)
+        try:
+            result = action() if decision.fault is None else await _act(step, decision, _as_async(action))
+        except BaseException as error:
+            self._emit(step, "end", labels, one_line(error))
+            raise
+        self._end(step, labels, decision, result, ends)
+        return result
 
     async def wait(
         self,
@@ -227,65 +235,85 @@ class Steps:
         Raises:
             StepFault: the gate injected a failure into a step that has no failure code.
         """
-        spec = STEPS[step]
-        decision, held = await self._enter(step, "begin", labels)
-        self._emit(step, "begin", labels, fault=decision.fault, held_ms=held)
+        began, decision = self._clock_ns(), GO
+        if self.gate is not None:
+            decision = await self.gate.enter(_point(self.process, step, "begin", labels))
+        self._begin(step, labels, decision, began)
         try:
-            result, held = await self._through(spec, step, decision, action, labels)
+            result, acted = await self._through(step, decision, action, labels)
         except BaseException as error:
-            self._emit(step, "end", labels, result=one_line(error))
+            self._emit(step, "end", labels, one_line(error))
             raise
-        after = labels if ends is None or decision.fault == "drop" else labels | ends(result)
-        self._emit(step, "end", {"result": _word(result)} | after, held_ms=held)
+        self._end(step, labels, decision, result, ends, acted)
         return result
 
     def note(self, step: str, **labels: Any) -> None:
         """Record a fact that cannot be held."""
-        self._emit(step, "note", labels)
-
-    async def _enter(self, step: str, phase: Phase, labels: dict[str, Any]) -> tuple[Decision, float | None]:
-        if self.gate is None:
-            return GO, None
-        began = self._clock_ns()
-        decision = await self.gate.enter(
-            Point(
-                self.process,
-                step,
-                phase,
-                labels.get("req"),
-                labels.get("part"),
-                labels.get("rank"),
-                labels.get("region"),
-            )
-        )
-        held = (self._clock_ns() - began) / 1e6
-        return decision, held if held >= HELD_MS else None
+        if self.record is not None:
+            self.record(Event(self._clock_ns(), self.process, step, "note", **labels))
 
     async def _through(
-        self,
-        spec: StepSpec,
-        step: str,
-        decision: Decision,
-        action: Callable[[], Awaitable[T]],
-        labels: dict[str, Any],
-    ) -> tuple[T, float | None]:
-        """Act. A step that spans is held at its end too, whether it succeeded or failed."""
+        self, step: str, decision: Decision, action: Callable[[], Awaitable[T]], labels: dict[str, Any]
+    ) -> tuple[T, int]:
+        """Act; when that was over, in ns. A step that spans is held at its end too, whether it succeeded or failed."""
+        held = self.gate if STEPS[step].spans else None
         try:
-            result = await self._act(spec, decision, action)
+            result = await _act(step, decision, action)
         except Exception:
-            if spec.spans:
-                await self._enter(step, "end", labels)
+            if held is not None:
+                await held.enter(_point(self.process, step, "end", labels))
             raise
-        return result, (await self._enter(step, "end", labels))[1] if spec.spans else None
+        acted = self._clock_ns()
+        if held is not None:
+            await held.enter(_point(self.process, step, "end", labels))
+        return result, acted
 
-    async def _act(self, spec: StepSpec, decision: Decision, action: Callable[[], Awaitable[T]]) -> T:
-        if decision.fault is None:
-            return await action()
-        return await _faulted(spec, decision, action)
-
-    def _emit(self, step: str, phase: Phase, labels: dict[str, Any], **more: Any) -> None:
+    def _begin(self, step: str, labels: dict[str, Any], decision: Decision, since: int) -> None:
         if self.record is not None:
-            self.record(Event(self._clock_ns(), self.process, step, phase, **(labels | more)))
+            now = self._clock_ns()
+            self.record(
+                Event(now, self.process, step, "begin", fault=decision.fault, held_ms=_held(now - since), **labels)
+            )
+
+    def _end(
+        self,
+        step: str,
+        labels: dict[str, Any],
+        decision: Decision,
+        result: T,
+        ends: Callable[[T], dict[str, Any]] | None,
+        since: int | None = None,
+    ) -> None:
+        known = {} if ends is None or decision.fault == "drop" else ends(result)
+        if self.record is not None:
+            now = self._clock_ns()
+            held = None if since is None else _held(now - since)
+            after = {"result": _word(result), "held_ms": held} | labels | known
+            self.record(Event(now, self.process, step, "end", **after))
+
+    def _emit(self, step: str, phase: Phase, labels: dict[str, Any], result: str) -> None:
+        if self.record is not None:
+            self.record(Event(self._clock_ns(), self.process, step, phase, result=result, **labels))
+
+
+def _point(process: str, step: str, phase: Phase, labels: dict[str, Any]) -> Point:
+    get = labels.get
+    return Point(process, step, phase, get("req"), get("part"), get("rank"), get("region"))
+
+
+def _held(ns: int) -> float | None:
+    return ns / 1e6 if ns >= HELD_MS * 1e6 else None
+
+
+def _as_async(action: Callable[[], T]) -> Callable[[], Awaitable[T]]:
+    async def act() -> T:
+        return action()
+
+    return act
+
+
+async def _act(step: str, decision: Decision, action: Callable[[], Awaitable[T]]) -> T:
+    return await action() if decision.fault is None else await _faulted(STEPS[step], decision, action)
 
 
 async def _faulted(spec: StepSpec, decision: Decision, action: Callable[[], Awaitable[T]]) -> T:

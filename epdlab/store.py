@@ -25,12 +25,15 @@ from .page_memory import PageMemory
 from .pages import Entry, PagePool
 from .steps import Steps
 from .store_client import Outcome, StoreClient
-from .store_object import ROW_BYTES, Item
+from .store_object import Item
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+PAGE_UNIT = 4096
+INLINE_BYTES = 1 << 20  # a copy up to this size is done before a thread would have woken up
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,10 @@ class CacheConfig:
     retry_s: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.page_bytes <= 0 or self.page_bytes % ROW_BYTES or self.pool_bytes < self.page_bytes:
+        if self.page_bytes <= 0 or self.page_bytes % PAGE_UNIT or self.pool_bytes < self.page_bytes:
             raise UsageError(
                 f"a pool of {self.pool_bytes} bytes in pages of {self.page_bytes} cannot be; "
-                f"pages are a multiple of {ROW_BYTES} bytes, and the pool holds at least one"
+                f"pages are a multiple of {PAGE_UNIT} bytes, and the pool holds at least one"
             )
 
 
@@ -207,8 +210,8 @@ class EmbeddingCache:
         good = [False] * len(fills)
         try:
             outcomes = await self._transfer("cache.get", fills)
-            good = await asyncio.to_thread(self._intact, fills, outcomes)
-            await self._mend(fills, outcomes, good)
+            await self._mend(fills, outcomes)
+            good = [outcome is Outcome.OK for outcome in outcomes]
         except Exception as error:
             self._went_wrong("get", error)
         for fill, whole in zip(fills, good, strict=True):
@@ -216,19 +219,15 @@ class EmbeddingCache:
             if whole:
                 self.pool.unpin(fill.entry)
 
-    def _intact(self, fills: Sequence[Fill], outcomes: Sequence[Outcome]) -> list[bool]:
-        pairs = zip(fills, outcomes, strict=True)
-        return [outcome is Outcome.OK and self.memory.intact(fill.entry, fill.item) for fill, outcome in pairs]
-
-    async def _mend(self, fills: Sequence[Fill], outcomes: Sequence[Outcome], good: Sequence[bool]) -> None:
+    async def _mend(self, fills: Sequence[Fill], outcomes: Sequence[Outcome]) -> None:
         """Remove objects that are no good for anybody, or the next insert would leave them as they are."""
         assert self.store is not None
-        for fill, outcome, whole in zip(fills, outcomes, good, strict=True):
-            corrupt = outcome is Outcome.OK and not whole
+        for fill, outcome in zip(fills, outcomes, strict=True):
+            corrupt = outcome is Outcome.CORRUPT
             if outcome in (Outcome.INVALID, Outcome.TRANSFER_FAILED):
                 corrupt = await self.store.size(fill.item.key) not in (None, fill.item.object_bytes)
             if corrupt:
-                self.counters.reasons["object:corrupt"] += 1
+                self.counters.reasons["object:removed"] += 1
                 await self.store.remove(fill.item.key, force=True)
 
     async def read(self, hold: Hold, index: int, into: torch.Tensor) -> bool:
@@ -292,14 +291,19 @@ class EmbeddingCache:
     async def _transfer(self, step: str, fills: Sequence[Fill]) -> list[Outcome]:
         """One call for all of them, between the pool and the segments of the store."""
         assert self.store is not None
-        getting = step == "cache.get"
-        call, keys = self.store.get if getting else self.store.put, [fill.item.key for fill in fills]
+        store, keys = self.store, [fill.item.key for fill in fills]
         buffers = [self.memory.extents(fill.entry) for fill in fills]
-        ends = ("segment", "pool") if getting else ("pool", "segment")
+
+        def call() -> Coroutine[Any, Any, list[Outcome]]:
+            if step == "cache.put":
+                return store.put(keys, buffers)
+            return store.get(keys, buffers, lambda index: self.memory.intact(fills[index].entry, fills[index].item))
+
+        ends = ("pool", "segment") if step == "cache.put" else ("segment", "pool")
         data = {"keys": [_short(key) for key in keys], "from": ends[0], "to": ends[1]}
         outcomes = await self.steps.wait(
             step,
-            lambda: call(keys, buffers),
+            call,
             lambda outcomes: {"data": data | {"outcomes": [outcome.value for outcome in outcomes]}},
             bytes=sum(fill.item.object_bytes for fill in fills),
             peer="store",
@@ -352,13 +356,13 @@ class EmbeddingCache:
     async def _copy(self, entry: Entry, ends: tuple[str, str], copy: Callable[[], None]) -> bool:
         """Whether the bytes were copied: a dropped step copies nothing."""
 
-        def copied() -> bool:
-            copy()
+        async def copied() -> bool:
+            await asyncio.to_thread(copy) if entry.nbytes > INLINE_BYTES else copy()
             return True
 
         done = await self.steps.wait(
             "cache.copy",
-            lambda: asyncio.to_thread(copied),
+            copied,
             bytes=entry.nbytes,
             data={"key": _short(entry.key), "from": ends[0], "to": ends[1], "runs": len(entry.runs)},
             **_labels(),

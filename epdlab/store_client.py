@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Extents = Sequence[tuple[int, int]]
+Intact = Callable[[int], bool]
 
 LOCAL_BUFFER_BYTES = 16 << 20
 MIN_SEGMENT_BYTES = 16 << 20
@@ -39,7 +40,7 @@ class StoreUnavailable(EpdLabError):
 
 
 class Outcome(Enum):
-    """What became of one key of one call."""
+    """What became of one key of one call. The last three are no codes of Mooncake's."""
 
     OK = "ok"
     MISSING = "missing"
@@ -53,6 +54,7 @@ class Outcome(Enum):
     UNKNOWN = "unknown_code"
     TIMEOUT = "timeout"
     SKIPPED = "skipped"
+    CORRUPT = "corrupt"
 
 
 CODES: dict[int, Outcome] = {
@@ -186,10 +188,13 @@ class StoreClient:
         except TimeoutError:
             return [Outcome.TIMEOUT] * len(keys)
 
-    async def get(self, keys: Sequence[str], buffers: Sequence[Extents]) -> list[Outcome]:
+    async def get(self, keys: Sequence[str], buffers: Sequence[Extents], intact: Intact | None = None) -> list[Outcome]:
         """Read each object into its extents. They must be as long as the object, to the byte.
 
         Ask for a key once: the same key twice in one call shares one fate (seen: one wrong length fails both).
+
+        Args:
+            intact: asked in the call's thread whether the bytes of the key at this index are good; else CORRUPT.
 
         Raises:
             BadBuffer: an extent is not registered (TCP would let it pass, RDMA would not).
@@ -198,7 +203,8 @@ class StoreClient:
 
         def call(store: Any) -> list[Outcome]:
             codes = store.batch_get_into_multi_buffers(list(keys), addresses, sizes)
-            return [_read(code, sum(lengths)) for code, lengths in zip(codes, sizes, strict=True)]
+            outcomes = [_read(code, sum(lengths)) for code, lengths in zip(codes, sizes, strict=True)]
+            return [_judged(outcome, index, intact) for index, outcome in enumerate(outcomes)]
 
         return await self._guarded(self._gets, call, len(keys))
 
@@ -343,6 +349,11 @@ def _existence(code: int) -> Outcome:
 
 def _read(code: int, nbytes: int) -> Outcome:
     return Outcome.OK if code == nbytes else CODES.get(code, Outcome.UNKNOWN)
+
+
+def _judged(outcome: Outcome, index: int, intact: Intact | None) -> Outcome:
+    good = outcome is not Outcome.OK or intact is None or intact(index)
+    return outcome if good else Outcome.CORRUPT
 
 
 def _written(code: int) -> Outcome:

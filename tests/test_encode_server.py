@@ -29,6 +29,7 @@ from epdlab.messages import MAX_BODY_BYTES, EncodeReply, SendReply, from_json, t
 from epdlab.modality import Modality
 from epdlab.steps import Decision
 
+pytestmark = pytest.mark.usefixtures("refused_at_once")
 ITEM = "bytes:5000:1"
 BOTH = ("bytes:5000:1", "bytes:77:2")
 
@@ -250,8 +251,8 @@ async def test_a_write_that_fails_is_an_error_and_never_acked(engines: EnginePoo
 async def test_a_failed_write_is_acked_where_the_profile_does_not_look(engines: EnginePool) -> None:
     async with World(engines, rules="sglang-0.5.16", expect_clean=False) as world:
         world.hand.fault("fail", "transfer.write")
-        (content_then,) = await within(world.start(0, "q", ITEM))
-        assert content_then != expected(ITEM)
+        (content_then,) = await within(world.start(0, "q", "bytes:5000:987"))
+        assert content_then != expected("bytes:5000:987")
         assert len(world.seen("ack.push", phase="end", result="ok")) == 1
 
 
@@ -269,10 +270,7 @@ async def test_strict_an_uncovered_write_is_an_error(engines: EnginePool) -> Non
         assert world.seen("ack.push") == []
 
 
-async def test_an_ack_nobody_pulls_is_an_error_of_that_send_alone(
-    engines: EnginePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epdlab.link.PUSH_TIMEOUT_MS", 50)
+async def test_an_ack_nobody_pulls_is_an_error_of_that_send_alone(engines: EnginePool) -> None:
     async with World(engines) as world:
         world.hand.hold("send.serve")
         task = world.start(0, "q", ITEM)
@@ -300,10 +298,7 @@ async def test_the_last_rank_served_releases_the_part(engines: EnginePool) -> No
         assert [event.data for event in world.seen("part.release")] == [{"why": "every receiver served"}]
 
 
-async def test_a_send_repeated_by_one_rank_counts_once(
-    engines: EnginePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epdlab.link.PUSH_TIMEOUT_MS", 50)
+async def test_a_send_repeated_by_one_rank_counts_once(engines: EnginePool) -> None:
     async with World(engines, tp=2) as world:
         world.hand.fault("repeat", "send.post", rank=0)
         await within(world.start(0, "q", ITEM))
@@ -397,6 +392,7 @@ async def test_a_deregistration_that_is_refused_does_not_keep_the_part(engines: 
         census = world.encoders[0].census()
         assert (census["parts"], census["embeddings"], census["regions"]) == (0, 0, 1), "the region is what is left"
         assert world.seen("mr.deregister", phase="end", process="enc0", result=-3)
+        world.withdraw_by_hand()
 
 
 async def test_the_same_id_again_after_it_ended(engines: EnginePool) -> None:

@@ -308,6 +308,20 @@ async def test_closing_the_pool_withdraws_it(engines: EnginePool) -> None:
     assert engine.deregister(base) == -3
 
 
+async def test_closing_goes_on_after_a_refusal(engines: EnginePool) -> None:
+    (engine,) = engines.take(1)
+    ground = Ground(engine)
+    slots = [await ground.per_request.allocate(8, "q") for _ in range(3)]
+    assert engine.deregister(slots[0].address) == 0
+    await ground.per_request.close()
+    assert [slot.state for slot in slots] == [SlotState.FREE] * 3
+    assert [event.result for event in ground.events if event.step == "mr.deregister" and event.phase == "end"] == [
+        -3,
+        0,
+        0,
+    ]
+
+
 @pytest.mark.parametrize("state", SlotState)
 @pytest.mark.parametrize("to", SlotState)
 async def test_only_the_tables_transitions_exist(ground: Ground, state: SlotState, to: SlotState) -> None:

@@ -1,4 +1,4 @@
-"""The stored runs of SGLang's own code: well-formed, of the scenarios as they are now, and saying what we say of them."""
+"""The stored runs of SGLang's own code: well-formed, of the scenarios as they are now, saying what we say of them."""
 
 from __future__ import annotations
 
@@ -274,8 +274,17 @@ def test_cached_embeddings_of_0_5_23_are_registered_for_every_send() -> None:
 def test_two_receivers_get_their_bytes(release: str, name: str) -> None:
     found = result(release, name)
     assert (found["outcome"]["received_ok"], found["outcome"]["wrong_acked"]) == (2, 0)
+    parts = {"0": 2} | ({"-7": 2} if release == "0.5.16" else {})
+    assert found["counts"]["register"] == parts
     landing = [[call["op"] for call in listed] for listed in found["landing_calls"].values()]
     assert landing == [["register"] if name == "end_to_end_pool" else ["register", "deregister"]] * 2
+
+
+def test_a_late_rank_fails_the_whole_request_in_0_5_16_only() -> None:
+    late = outcome("0.5.16", "end_to_end_staggered")
+    assert (late["received_ok"], late["not_acked"], late["http_errors"]) == (0, 2, 2)
+    for release in ("0.5.17", "0.5.23"):
+        assert outcome(release, "end_to_end_staggered")["received_ok"] == 2
 
 
 @pytest.mark.parametrize("release", RELEASES)

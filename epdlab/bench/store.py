@@ -1,8 +1,9 @@
 """The embedding cache against the bare store calls and a plain memcpy; what a hit saves; what stays in memory.
 
 Bare: `batch_put_from` and `batch_get_into` of one registered buffer, by a client of its own in this process. The donor
-is another process, so bytes cross a socket in both cases. Ours: from a tensor into pool and store (copy, checksum,
-put), and from the store into a tensor (lookup, get, checksum, copy). Memory is warm; taken in turn, medians.
+is another process, so bytes cross a socket in both cases. Ours, between pool and store: `put` writes an entry's header
+and pages, `get` fetches them and checks them. Beside them the copies between pool and tensor, and the whole paths:
+`insert` is copy in and put, `hit` is lookup, get and copy out. Memory is warm; taken in turn, medians.
 """
 
 from __future__ import annotations
@@ -141,39 +142,42 @@ class _Turns:
         ms = {
             "memcpy": _timed(lambda: np.copyto(self._copy, self._rows.numpy())),
             "bare_put": _timed(lambda: self._bare.put(key, size)),
-            "put": await _timed_async(lambda: _put(cache, item, self._rows)),
+            "copy_in": await _timed_async(lambda: cache.insert([(item, self._rows)])),
+            "put": await _timed_async(cache.settled),
         }
         entry = cache.pool.find(item.key)
         assert entry is not None
         assert cache.store is not None
         cache.pool.evict(entry)
-        self._into.zero_()
         ms["bare_get"] = _timed(lambda: self._bare.get(key, size))
-        ms["get"] = await _timed_async(lambda: _get(cache, item, self._into))
-        if not torch.equal(self._into, self._rows):
-            raise LabError(f"the cache gave other bytes than it took ({size} bytes, turn {number})")
+        ms |= await self._hit(item)
         await cache.store.remove(item.key, force=True)
         self._bare.store.remove(key, True)
-        return ms
+        return ms | {"insert": ms["copy_in"] + ms["put"], "hit": ms["lookup"] + ms["get"] + ms["copy_out"]}
 
-
-async def _put(cache: EmbeddingCache, item: Item, rows: torch.Tensor) -> None:
-    await cache.insert([(item, rows)])
-    await cache.settled()
-
-
-async def _get(cache: EmbeddingCache, item: Item, into: torch.Tensor) -> None:
-    hold = await cache.lookup([item])
-    await cache.fetch(hold, hold.expected)
-    if not await cache.read(hold, 0, into):
-        raise LabError(f"{item.key} could not be fetched: {dict(cache.counters.reasons)}")
-    hold.release()
+    async def _hit(self, item: Item) -> dict[str, float]:
+        cache = self._cache
+        self._into.zero_()
+        began = time.perf_counter()
+        hold = await cache.lookup([item])
+        lookup = (time.perf_counter() - began) * 1e3
+        get = await _timed_async(lambda: cache.fetch(hold, hold.expected))
+        copy_out = await _timed_async(lambda: cache.read(hold, 0, self._into))
+        hold.release()
+        if not torch.equal(self._into, self._rows):
+            raise LabError(f"{item.key}: the cache gave other bytes than it took; {dict(cache.counters.reasons)}")
+        return {"lookup": lookup, "get": get, "copy_out": copy_out}
 
 
 def _row(size: int, turns: list[dict[str, float]]) -> dict[str, Any]:
     ms = {what: statistics.median(turn[what] for turn in turns) for what in turns[0]}
     gbps = {f"{what}_gbps": size / value / 1e6 for what, value in ms.items()}
-    ratios = {"get_ratio": ms["bare_get"] / ms["get"], "put_ratio": ms["bare_put"] / ms["put"]}
+    ratios = {
+        "get_ratio": ms["bare_get"] / ms["get"],
+        "put_ratio": ms["bare_put"] / ms["put"],
+        "hit_ratio": ms["bare_get"] / ms["hit"],
+        "insert_ratio": ms["bare_put"] / ms["insert"],
+    }
     return {"bytes": size, "repeats": len(turns)} | {f"{what}_ms": value for what, value in ms.items()} | gbps | ratios
 
 
@@ -267,8 +271,9 @@ async def _timed_async(act: Callable[[], Awaitable[object]]) -> float:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['bytes'] // KIB:>6,} KiB  get {row['get_gbps']:5.2f} GB/s, bare {row['bare_get_gbps']:5.2f}, ratio "
-        f"{row['get_ratio']:.2f}   put {row['put_gbps']:5.2f} GB/s, bare {row['bare_put_gbps']:5.2f}, ratio "
-        f"{row['put_ratio']:.2f}   memcpy {row['memcpy_gbps']:5.1f} GB/s"
-    )
+    ways = [
+        f"{way} {row[f'{way}_gbps']:5.2f} (bare {row[f'bare_{way}_gbps']:5.2f}, ratio {row[f'{way}_ratio']:.2f})"
+        for way in ("get", "put")
+    ]
+    whole = f"hit {row['hit_gbps']:5.2f}  insert {row['insert_gbps']:5.2f}  memcpy {row['memcpy_gbps']:4.1f}"
+    return f"{row['bytes'] // KIB:>6,} KiB, GB/s:  {'  '.join(ways)}  {whole}"

@@ -8,7 +8,7 @@ reproduce is listed in `NOT_MODELLED`. No sockets, threads or torch pass through
 from __future__ import annotations
 
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +16,15 @@ from ..errors import BadBuffer, EngineNotReady
 from ..ports import Buffer, EnginePort
 
 OK, OVERLAP, UNKNOWN, FAILED = 0, -7, -3, -1
+BASE = 0x10000
 POISON = 0xDD
 CELL = 16
 
 Mode = Literal["r", "c", "w", "j"]
 Touch = Callable[[tuple[object, ...], Mode], None]
+Poke = Callable[[int, bytes], None]
+Regions = Mapping[int, int]
+"""Live regions of one engine: start to length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,36 @@ def _untouched(_: tuple[object, ...], __: Mode) -> None:
     """Nobody wants to know what is touched."""
 
 
-class ModelMemory:
-    """One process's memory: a small byte array. Freed ranges are poisoned and reused, lowest address first."""
+def _unpoked(_: int, __: bytes) -> None:
+    """Nobody wants to know what is written."""
 
-    def __init__(self, nbytes: int = 4096, base: int = 0x10000, owner: str = "", touch: Touch = _untouched) -> None:
-        self.base, self.owner, self.touch = base, owner, touch
+
+def overlapping(regions: Regions, address: int, nbytes: int) -> bool:
+    """Whether a live region shares a byte with the range."""
+    return any(address < start + length and start < address + nbytes for start, length in regions.items())
+
+
+def covered(regions: Regions, address: int, nbytes: int) -> bool:
+    """Whether one live region holds the whole range."""
+    return any(start <= address and address + nbytes <= start + length for start, length in regions.items())
+
+
+def cells(address: int, nbytes: int) -> range:
+    """The cells of memory that a range lies in: what is touched is told by cell."""
+    return range(address // CELL, (address + nbytes - 1) // CELL + 1)
+
+
+class ModelMemory:
+    """One process's memory: a small byte array. Freed ranges are poisoned and reused, lowest address first.
+
+    Args:
+        touch: told which cells are read ("r") or changed ("w"). poke: told what is written where.
+    """
+
+    def __init__(self, nbytes: int = 4096, owner: str = "", touch: Touch = _untouched, poke: Poke = _unpoked) -> None:
+        self.base, self.owner, self.touch, self._poke = BASE, owner, touch, poke
         self.bytes = bytearray([POISON]) * nbytes
-        self._holes: list[tuple[int, int]] = [(base, nbytes)]
+        self._holes: list[tuple[int, int]] = [(BASE, nbytes)]
 
     def take(self, nbytes: int) -> Buffer:
         """A fresh buffer, at the lowest address where it fits.
@@ -104,9 +131,10 @@ class ModelMemory:
     def write(self, address: int, data: bytes) -> None:
         at = address - self.base
         self.bytes[at : at + len(data)] = data
+        self._poke(address, data)
 
     def touch_range(self, mode: Mode, address: int, nbytes: int) -> None:
-        for cell in range(address // CELL, (address + nbytes - 1) // CELL + 1):
+        for cell in cells(address, nbytes):
             self.touch(("memory", self.owner, cell), mode)
 
 
@@ -174,62 +202,28 @@ class Fabric:
         self.engines: dict[str, ModelEngine] = {}
 
 
-@dataclass(eq=False, slots=True)
-class Write:
-    """A one-sided write in flight. `failed` once it cannot succeed any more; its bytes land in two halves."""
-
-    engine: ModelEngine
-    peer: ModelEngine | None
-    source: int
-    target: int
-    nbytes: int
-    failed: bool = False
-    late: bool = False
-
-    def land(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the write arrive, as the source holds them now."""
-        if self.peer is not None and stop > start:
-            data = self.engine.memory.read(self.source + start, stop - start)
-            self.peer.memory.write(self.target + start, data)
-
-    def touch(self, mode: Mode) -> None:
-        self.engine.touch_regions("r", self.source, self.nbytes)
-        if self.peer is not None:
-            self.peer.touch_regions("r", self.target, self.nbytes)
-            self.peer.memory.touch_range(mode, self.target, self.nbytes)
-
-
-Hold = Callable[[Write], Awaitable[None]]
-
-
 class ModelEngine:
-    """One engine of the fabric.
+    """One engine of a fabric. A write is over at once here; the explorer's worlds hold it between begin and end.
 
     Args:
-        hold: awaited between the begin and the end of every write; without it a write is over at once.
-        touch: told which regions and memory every call reads ("r") or changes ("w").
+        touch: told which regions every call reads ("r") or changes ("w").
     """
 
     def __init__(
-        self,
-        fabric: Fabric,
-        session_id: str,
-        memory: ModelMemory,
-        hold: Hold | None = None,
-        touch: Touch = _untouched,
+        self, session_id: str, memory: ModelMemory, fabric: Fabric | None = None, touch: Touch = _untouched
     ) -> None:
-        self.fabric, self.session_id, self.memory = fabric, session_id, memory
+        self.session_id, self.memory, self.fabric = session_id, memory, fabric or Fabric()
         self.regions: dict[int, int] = {}
         self.alive = True
-        self._hold, self._touch = hold, touch
-        fabric.engines[session_id] = self
+        self._touch = touch
+        self.fabric.engines[session_id] = self
 
     # ---- regions -------------------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> int:
         self._live()
-        self.touch_regions("w", address, nbytes)
-        if any(address < start + length and start < address + nbytes for start, length in self.regions.items()):
+        self._touch_regions(address, nbytes)
+        if overlapping(self.regions, address, nbytes):
             return OVERLAP
         self.regions[address] = nbytes
         return OK
@@ -237,7 +231,7 @@ class ModelEngine:
     def deregister(self, address: int) -> int:
         self._live()
         nbytes = self.regions.pop(address, None)
-        self.touch_regions("w", address, nbytes or 1)
+        self._touch_regions(address, nbytes or 1)
         return UNKNOWN if nbytes is None else OK
 
     def register_batch(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
@@ -257,22 +251,22 @@ class ModelEngine:
         codes = [self.deregister(address) for address in addresses]
         return next((code for code in codes if code != OK), OK)
 
-    def covers(self, address: int, nbytes: int) -> bool:
-        """Whether one live region holds the whole range."""
-        return any(start <= address and address + nbytes <= start + size for start, size in self.regions.items())
-
-    def touch_regions(self, mode: Mode, address: int, nbytes: int) -> None:
-        for cell in range(address // CELL, (address + nbytes - 1) // CELL + 1):
-            self._touch(("regions", self.session_id, cell), mode)
+    def _touch_regions(self, address: int, nbytes: int) -> None:
+        for cell in cells(address, nbytes):
+            self._touch(("regions", self.session_id, cell), "w")
 
     # ---- writes --------------------------------------------------------------------------------------------------
 
     async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
-        """Half of the bytes land at the begin, the rest at the end; both need both sides covered."""
-        write = self.begin(session_id, source, target, nbytes)
-        if self._hold is not None:
-            await self._hold(write)
-        return self.end(write)
+        """One-sided write under RDMA's rule: a live peer, and one live region over each side."""
+        self._live()
+        peer = self.fabric.engines.get(session_id)
+        if peer is None or not peer.alive:
+            return FAILED
+        if not (covered(self.regions, source, nbytes) and covered(peer.regions, target, nbytes)):
+            return FAILED
+        peer.memory.write(target, self.memory.read(source, nbytes))
+        return OK
 
     async def write_batch(
         self, session_id: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
@@ -282,41 +276,6 @@ class ModelEngine:
             if code != OK:
                 return code
         return OK
-
-    def begin(self, session_id: str, source: int, target: int, nbytes: int) -> Write:
-        self._live()
-        write = Write(self, self.fabric.engines.get(session_id), source, target, nbytes)
-        write.touch("w")
-        write.failed = not self._possible(write)
-        if not write.failed:
-            write.land(0, nbytes // 2)
-        return write
-
-    def end(self, write: Write) -> int:
-        """The write's code. A late one answers -1 now and lands with `land_late`."""
-        write.touch("w")
-        write.failed = write.failed or not self._possible(write)
-        if write.failed or write.late:
-            return FAILED
-        write.land(write.nbytes // 2, write.nbytes)
-        return OK
-
-    def land_late(self, write: Write) -> bool:
-        """The rest of a write that had answered -1 arrives, if its destination is still registered (TCP's rule: the
-        source is read unchecked)."""
-        write.touch("w")
-        peer = write.peer
-        landed = not write.failed and peer is not None and peer.alive and peer.covers(write.target, write.nbytes)
-        if landed:
-            write.land(write.nbytes // 2, write.nbytes)
-        return landed
-
-    def _possible(self, write: Write) -> bool:
-        """RDMA's rule: a live peer, and one live region over each side."""
-        peer = write.peer
-        if peer is None or not (peer.alive and self.alive):
-            return False
-        return self.covers(write.source, write.nbytes) and peer.covers(write.target, write.nbytes)
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Stateless search over all orders of a world's moves, without visiting orders that cannot differ.
+"""Search over all orders of a world's moves, without visiting orders that cannot differ.
 
-Depth-first, by running the world anew for every order. Orders that differ only in independent moves (`footprints`) are
-one order. The reduction is dynamic partial-order reduction with source sets and sleep sets (Abdulla, Aronis, Jonsson,
-Sagonas, POPL 2014): where two dependent moves of a run could have come the other way round, that way is tried too. A
-move that another move takes away (a cancelled step) is tried before it.
+Depth-first. Orders that differ only in independent moves (`footprints`) are one order. The reduction is dynamic
+partial-order reduction with source sets and sleep sets (Abdulla, Aronis, Jonsson, Sagonas, POPL 2014): where two
+dependent moves of a run could have come the other way round, that way is tried too. A move that another move takes away
+(a cancelled step) is tried before it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .footprints import Footprint, Footprints, Thing, Touched, independent
+from ..steps import Event
+from .footprints import Thing, Touched, independent
 from .model_engine import Mode
-from .scenario import ENCODER, Fault, Move, Scenario
-from .world import World
+from .remembered import Remembered
+from .scenario import Fault, Move, Scenario
+from .world import State, Taken, World
 
 Reduction = Literal["full", "processes", "none"]
 
@@ -26,21 +28,22 @@ class Node:
     """A quiet moment of the current run, and the move that was taken there.
 
     Attributes:
-        enabled: what could come next, each with the moves before it that brought it up (bit i: the move of node i).
-        asleep: moves that need not be tried here, with their footprints. todo: moves to try. tried: those that were.
-        move, touched: the move of the current run, and its footprint. past: the moves that must come before it.
-        mark: how many events the trace had after it.
+        state: of the world. before: the events between the last move and this moment (timers that fired).
+        enabled: what can come next, each with the moves before it that brought it up (bit i: the move of node i).
+        asleep: moves that need not be tried here, with what they touch. todo: moves to try. tried: those that were.
+        move, touched, events: the move of the current run, and what it did. past: the moves that must come before it.
     """
 
+    state: State
+    before: list[Event]
     enabled: dict[Move, int]
-    asleep: dict[Move, Footprint]
+    asleep: dict[Move, Touched]
     todo: list[Move] = field(default_factory=list)
     tried: set[Move] = field(default_factory=set)
     move: Move | None = None
-    footprint: Footprint = ()
     touched: Touched = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     past: int = 0
-    mark: int = 0
 
     def next(self) -> Move | None:
         """What to try here next."""
@@ -52,18 +55,36 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One complete order: its world, at the end, and the nodes it went through."""
+    """One complete order.
 
-    world: World
+    Attributes:
+        nodes: the moments it went through. defects: errors of the code itself that it met.
+    """
+
     nodes: list[Node]
+    first: list[Event]
+    last: list[Event]
+    defects: list[str]
 
     @property
     def moves(self) -> list[Move]:
         return [node.move for node in self.nodes if node.move is not None]
 
+    def events(self) -> list[Event]:
+        """The trace, without times: an invariant needs none."""
+        events = list(self.first)
+        for node in self.nodes:
+            events += node.before
+            events += node.events
+        return events + self.last
+
     def cone(self, event: int) -> list[Move]:
         """The moves without which this event of the trace would not be, in order: the shortest way to it."""
-        at = next((i for i, node in enumerate(self.nodes) if node.mark > event), len(self.nodes) - 1)
+        seen, at = len(self.first), 0
+        for at, node in enumerate(self.nodes):
+            seen += len(node.before) + len(node.events)
+            if seen > event:
+                break
         past = self.nodes[at].past | 1 << at
         return [node.move for i, node in enumerate(self.nodes) if past >> i & 1 and node.move is not None]
 
@@ -80,8 +101,14 @@ class Search:
         states: quiet moments visited. exhausted: every order has been covered.
     """
 
-    def __init__(self, scenario: Scenario, fault: Fault | None = None, reduction: Reduction = "full") -> None:
-        self.scenario, self.fault, self.reduction = scenario, fault, reduction
+    def __init__(
+        self,
+        scenario: Scenario,
+        fault: Fault | None = None,
+        reduction: Reduction = "full",
+        processes: list[Remembered] | None = None,
+    ) -> None:
+        self.world, self.reduction = World(scenario, fault, processes), reduction
         self.runs = self.blocked = self.states = 0
         self.exhausted = False
         self._nodes: list[Node] = []
@@ -89,77 +116,75 @@ class Search:
 
     def __iter__(self) -> Iterator[Run]:
         """Each complete order, once per class of equivalent ones. Judge a run before asking for the next."""
+        first = self.world.start()
+        if not self._nodes:
+            self._arrive(first.state)
         while not self.exhausted:
-            world = World(self.scenario, self.fault)
-            world.start()
-            if self._run(world):
-                self.runs += 1
-                yield Run(world, self._nodes)
-            else:
+            run = self._run(first)
+            if run is None:
                 self.blocked += 1
-            world.close()
+            else:
+                self.runs += 1
+                yield run
             self._back()
 
-    def _run(self, world: World) -> bool:
-        """Replay the current path, then go on to an end; False if what follows is covered elsewhere."""
+    def _run(self, first: Taken) -> Run | None:
+        """Go on from the last node to an end; None if what follows is covered elsewhere."""
         nodes = self._nodes
-        for node in nodes[:-1]:
-            assert node.move is not None
-            world.quiet()
-            world.take(node.move)
-        depth = max(0, len(nodes) - 1)
-        footprints = Footprints(world)
-        while True:
-            waited = world.quiet()
-            enabled = world.enabled()
-            if not enabled:
-                world.finish()
-                return True
-            if depth == len(nodes):
-                self.states += 1
-                nodes.append(self._node(world, enabled, waited))
-            move = nodes[depth].next()
-            if move is None:
-                return False
-            self._take(world, footprints, depth, move)
-            depth += 1
+        while (move := nodes[-1].next()) is not None:
+            taken = self._take(nodes[-1], move)
+            state, before = self._settled(taken.state)
+            if not self.world.enabled(state):
+                end = self.world.finish(state)
+                return Run(nodes, first.events, before + end.events, taken.defects + end.defects)
+            self._arrive(state, before)
+        return None
 
-    def _node(self, world: World, enabled: list[Move], waited: bool) -> Node:
+    def _settled(self, state: State) -> tuple[State, list[Event]]:
+        """While no move is left, let time advance; the events of that."""
+        events: list[Event] = []
+        while not self.world.enabled(state) and (slept := self.world.sleep(state)) is not None:
+            state = slept.state
+            events += slept.events
+        return state, events
+
+    def _arrive(self, state: State, before: list[Event] | None = None) -> None:
         """The next node: what was enabled before keeps its birth; what is new was brought up by the last move."""
+        self.states += 1
+        enabled = self.world.enabled(state)
         if not self._nodes:
-            node = Node(dict.fromkeys(enabled, 0), {})
+            node = Node(state, [], dict.fromkeys(enabled, 0), {})
         else:
             last = self._nodes[-1]
-            born = {m: last.enabled[m] if m in last.enabled else self._birth(world, m, waited) for m in enabled}
-            node = Node(born, {m: f for m, f in last.asleep.items() if m in born and independent(f, last.touched)})
+            slept = state.now > last.state.now
+            born = {m: last.enabled[m] if m in last.enabled else self._birth(state, m, slept) for m in enabled}
+            asleep = {m: f for m, f in last.asleep.items() if m in born and independent(f, last.touched)}
+            node = Node(state, before or [], born, asleep)
+            last.todo += [m for m in last.enabled if m not in born and m != last.move and m not in last.todo]
         node.todo = enabled if self.reduction == "none" else [m for m in enabled if m not in node.asleep][:1]
-        return node
+        self._nodes.append(node)
 
-    def _birth(self, world: World, move: Move, waited: bool) -> int:
+    def _birth(self, state: State, move: Move, slept: bool) -> int:
         """What must come before a move that is new: what brought it up, and what its task did and heard."""
         depth = len(self._nodes)
-        if waited:
+        if slept:
             return (1 << depth) - 1
-        birth, causes = 0, world.causes.get(move, 0) | 1 << depth - 1
+        held = state.waiting.get(move)
+        birth, causes = 0, 1 << depth - 1 | (0 if held is None else held.birth)
         while causes:
             latest = causes.bit_length() - 1
             birth |= self._nodes[latest].past | 1 << latest
             causes &= ~birth
         return birth
 
-    def _take(self, world: World, footprints: Footprints, depth: int, move: Move) -> None:
-        node = self._nodes[depth]
-        footprint = footprints.take(move)
-        if self.reduction == "processes":
-            footprint = _by_process(move)
-        node.move, node.footprint, node.touched, node.mark = move, footprint, dict(footprint), len(world.events)
+    def _take(self, node: Node, move: Move) -> Taken:
+        taken = self.world.take(node.state, move)
+        node.move, node.events = move, taken.events
+        node.touched = _by_process(move) if self.reduction == "processes" else taken.touched
         node.tried.add(move)
-        if self.reduction == "none":
-            return
-        self._order(depth, node)
-        lost = set(node.enabled).difference(world.enabled())
-        lost.discard(move)
-        node.todo += [m for m in node.enabled if m in lost and m not in node.todo]
+        if self.reduction != "none":
+            self._order(len(self._nodes) - 1, node)
+        return taken
 
     # ---- what must come before what ------------------------------------------------------------------------------
 
@@ -168,7 +193,7 @@ class Search:
         assert node.move is not None
         nodes, born = self._nodes, node.enabled[node.move]
         past, hidden, rivals = born, 0, []
-        for thing, mode in node.footprint:
+        for thing, mode in node.touched.items():
             entries = self._last[thing]
             for index, other in reversed(entries):
                 if other == mode != "w":
@@ -205,10 +230,10 @@ class Search:
         while nodes:
             node = nodes[-1]
             if node.move is not None:
-                for thing, _ in node.footprint if self.reduction != "none" else ():
-                    self._last[thing].pop()
                 if self.reduction != "none":
-                    node.asleep[node.move] = node.footprint
+                    for thing in node.touched:
+                        self._last[thing].pop()
+                    node.asleep[node.move] = node.touched
                 node.move = None
             if node.next() is not None:
                 return
@@ -216,11 +241,6 @@ class Search:
         self.exhausted = True
 
 
-def _by_process(move: Move) -> Footprint:
-    """A footprint that needs no insight: a process is one thing; so is what an encoder does to a rank."""
-    things: list[tuple[Thing, Mode]] = [(("process", move.process), "w")]
-    if move.process == ENCODER:
-        things.append((("rank", move.rank), "w"))
-    else:
-        things.append((("rank", move.rank), "w"))
-    return tuple(things)
+def _by_process(move: Move) -> Touched:
+    """What a move touches if nothing is known of it but its process: all of that, and of a rank it works for."""
+    return {("process", move.process): "w", ("rank", move.rank): "w"}

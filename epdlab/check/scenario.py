@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import UsageError
 from ..modality import Modality
+from ..rules import Profile
 from ..rules import profile as profile_named
 from ..steps import Phase, Point
 
@@ -54,6 +55,10 @@ class Scenario(msgspec.Struct, frozen=True, omit_defaults=True):
             if not 1 <= value <= largest:
                 raise UsageError(f"{name} is {value}; the explorer takes 1 to {largest} (orders grow exponentially)")
         return self
+
+    @property
+    def rules(self) -> Profile:
+        return profile_named(self.profile)
 
     @property
     def modalities(self) -> list[Modality]:

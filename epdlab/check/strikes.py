@@ -1,150 +1,121 @@
-"""How a fault strikes a world: at a step, through the gate's decision, or at any time, as a move of its own."""
+"""How a fault strikes a world: at a step, through the gate's answer, or at any time, by a move of its own.
+
+A striker keeps nothing: whether it has struck stands in the world's state.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..steps import GO, Decision, Event, Phase, Point
-from .scenario import ENCODER, FIRST, Fault, Move
+from ..steps import Decision, Phase, Point
+from .model_engine import FAILED, OK, covered
+from .scenario import FIRST, Fault, Move
 
 if TYPE_CHECKING:
-    from .world import World
+    from .world import State, Timer, Turn
 
 OTHER = "other"
+LATE = "late"
+GONE = ("peer_lost", "the encoder does not answer; is it running?")
 
 
 class Striker:
     """No fault at all, and the base of those there are."""
 
-    def __init__(self, world: World, fault: Fault | None) -> None:
-        self.world, self.fault = world, fault
-        self.struck = False
+    def __init__(self, fault: Fault | None = None) -> None:
+        self.fault = fault
 
-    def moves(self) -> list[Move]:
-        """The fault's own move, while it can happen."""
+    def moves(self, state: State) -> list[Move]:
+        """The fault's own move, while it can come."""
         return []
 
-    def strike(self) -> None:
-        """Take the fault's own move."""
+    def strike(self, turn: Turn) -> None:
+        """The fault's own move is taken."""
 
-    def decide(self, point: Point) -> Decision:
-        """What the gate answers to a step that was taken."""
-        return GO
+    def decide(self, turn: Turn, point: Point) -> object:
+        """The gate's answer to a step that is taken: None, a Decision, or LATE."""
+        return None
 
-    def settled(self) -> None:
-        """The world is quiet after a move."""
+    def taken(self, turn: Turn, point: Point) -> None:
+        """A step was taken, and everybody waits again."""
 
-    def finish(self) -> None:
+    def finish(self, turn: Turn) -> None:
         """The last request is over."""
 
 
 class AtStep(Striker):
-    """Strikes the first step that matches its target, by the gate's decision."""
+    """Strikes the first step that matches its target."""
 
-    DECISIONS = {
-        "transfer_fails": Decision("fail", -1),
+    ANSWERS: dict[str, object] = {
+        "transfer_fails": Decision("fail", FAILED),
+        "transfer_late": LATE,
         "send_repeated": Decision("repeat"),
         "ack_lost": Decision("drop"),
         "register_refused": Decision("fail", -7),
-        "transfer_late": GO,
     }
 
-    def __init__(self, world: World, fault: Fault) -> None:
-        super().__init__(world, fault)
-        self._target, self._decision = fault.target, self.DECISIONS[fault.kind]
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self.target, self._answer = fault.target, self.ANSWERS[fault.kind]
 
-    def decide(self, point: Point) -> Decision:
-        if self.struck or not self._target.matches(point):
-            return GO
-        self.struck = True
-        self.world.touch(("fault",), "w")
-        self.hit(point)
-        return self._decision
-
-    def hit(self, point: Point) -> None:
-        """The fault strikes here."""
-
-
-class TransferLate(AtStep):
-    """The write's end answers -1; its bytes land later."""
-
-    def hit(self, point: Point) -> None:
-        for move, write in self.world.writes.items():
-            if move[:6] == (point.process, point.step, point.phase, point.req, point.part, point.rank):
-                write.late = True
+    def decide(self, turn: Turn, point: Point) -> object:
+        if turn.struck or not self.target.matches(point):
+            return None
+        turn.struck = True
+        turn.touch(("fault",), "w")
+        return self._answer
 
 
 class RegisterRefused(AtStep):
     """The engine answers -7; another owner's region, half as long, starts at the same address, and is written from."""
 
-    def __init__(self, world: World, fault: Fault) -> None:
-        super().__init__(world, fault)
-        self._pending: Point | None = None
-        self._region: dict[str, Any] = {}
-        self._process = fault.target.process
-
-    def hit(self, point: Point) -> None:
-        self._pending = point
-
-    def settled(self) -> None:
-        if self._pending is None:
+    def taken(self, turn: Turn, point: Point) -> None:
+        asked = next((event for event in turn.events if event.step == "mr.register" and event.fault == "fail"), None)
+        if asked is None:
             return
-        self._pending = None
-        asked = next(e for e in reversed(self.world.events) if e.step == "mr.register" and e.fault == "fail")
         assert asked.address is not None and asked.bytes is not None
-        address, nbytes = asked.address, asked.bytes // 2
-        self._region = {"req": OTHER, "region": f"{self._process}.{OTHER}#1", "address": address, "bytes": nbytes}
-        self._event("mr.register", "end", self._engine.register(address, nbytes))
-        self._event("transfer.write", "begin", None)
+        process = turn.world.names.index(asked.process)
+        span = {"address": asked.address, "bytes": asked.bytes // 2}
+        turn.claim = {"req": OTHER, "region": f"{asked.process}.{OTHER}#1"} | span
+        turn.feed(process, ("claim", asked.address, asked.bytes // 2))
+        turn.note(process, "mr.register", "end", result=OK, **turn.claim)
+        turn.note(process, "transfer.write", "begin", **turn.claim)
 
-    def finish(self) -> None:
-        if not self._region or self._process in self.world.dead:
+    def finish(self, turn: Turn) -> None:
+        process, claim = turn.world.names.index(self.target.process), turn.claim
+        if claim is None or process in turn.dead:
             return
-        covered = self._engine.covers(self._region["address"], self._region["bytes"])
-        self._event("transfer.write", "end", 0 if covered else -1)
-        self._event("mr.deregister", "end", self._engine.deregister(self._region["address"]))
-
-    @property
-    def _engine(self) -> Any:
-        return self.world.fabric.engines[self._process]
-
-    def _event(self, step: str, phase: Phase, result: int | None) -> None:
-        self.world.record(Event(self.world.events[-1].t + 1, self._process, step, phase, result=result, **self._region))
+        held = covered(turn.regions[process], claim["address"], claim["bytes"])
+        turn.feed(process, ("claim", claim["address"], 0))
+        turn.note(process, "transfer.write", "end", result=OK if held else FAILED, **claim)
+        turn.note(process, "mr.deregister", "end", result=OK if held else -3, **claim)
 
 
 class AnyTime(Striker):
-    """Strikes by a move of its own, which can come as long as `possible`."""
+    """Strikes by a move of its own, which can come as long as it is `possible`."""
 
-    def __init__(self, world: World, fault: Fault) -> None:
-        super().__init__(world, fault)
-        target = fault.target
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self.target, target = fault.target, fault.target
         req = None if fault.kind == "encoder_dies" else FIRST
-        phase = "begin" if target.step == "timer.fire" else "note"
+        phase: Phase = "begin" if target.step == "timer.fire" else "note"
         self._moves = [Move(target.process, target.step, phase, req, target.part, target.rank, -1)]
 
-    def moves(self) -> list[Move]:
-        return self._moves if not self.struck and self.possible() else []
+    def moves(self, state: State) -> list[Move]:
+        return self._moves if not state.struck and self.possible(state) else []
 
-    def possible(self) -> bool:
-        raise NotImplementedError
-
-    def strike(self) -> None:
-        self.struck = True
-        self.happen()
-
-    def happen(self) -> None:
+    def possible(self, state: State) -> bool:
         raise NotImplementedError
 
 
 class RankCancels(AnyTime):
     """The client of rank 0 gives its first request up."""
 
-    def possible(self) -> bool:
-        return not self.world.requests[0, 0].done()
+    def possible(self, state: State) -> bool:
+        return (1, 0) not in state.ended
 
-    def happen(self) -> None:
-        self.world.note("rank0", "request.cancel", req=FIRST, rank=0)
-        self.world.requests[0, 0].cancel()
+    def strike(self, turn: Turn) -> None:
+        turn.feed(1, ("cancel", 0))
 
 
 class TimerFires(AnyTime):
@@ -152,21 +123,21 @@ class TimerFires(AnyTime):
 
     NAMES = {"receiver_deadline": "deadline", "cleanup_timer": "cleanup"}
 
-    def possible(self) -> bool:
-        return self._timer() is not None
+    def possible(self, state: State) -> bool:
+        return self._timer(state) is not None
 
-    def happen(self) -> None:
-        timer = self._timer()
+    def strike(self, turn: Turn) -> None:
+        timer = self._timer(turn)
         assert timer is not None
-        self.world.pass_once = "timer.fire"
-        timer.run()
+        turn.fire(timer, at_once=True)
 
-    def _timer(self) -> Any:
+    def _timer(self, state: State | Turn) -> Timer | None:
         assert self.fault is not None
         name, target = self.NAMES[self.fault.kind], self.fault.target
-        for timer in self.world.timers:
-            if timer.name == name and timer.process == target.process and timer.labels["req"] == FIRST:
-                if timer.labels.get("part") == target.part:
+        for timer in state.timers:
+            labels = dict(timer.labels)
+            if timer.name == name and labels.get("req") == FIRST and labels.get("part") == target.part:
+                if labels.get("rank") == target.rank:
                     return timer
         return None
 
@@ -174,28 +145,26 @@ class TimerFires(AnyTime):
 class EncoderDies(AnyTime):
     """The encoder's process is killed: it does nothing any more, its peers learn it, its writes may land late."""
 
-    def possible(self) -> bool:
+    def possible(self, state: State) -> bool:
         return True
 
-    def happen(self) -> None:
-        world = self.world
-        world.record(Event(world._clock_ns(), ENCODER, "process.kill", "begin", fault="kill"))
-        world.dead.add(ENCODER)
-        for move, write in world.writes.items():
-            write.late = True
-            land = Move(move.process, "transfer.land", "note", move.req, move.part, move.rank, 0)
-            world.late[land] = (world.waiting[move][0], write)
-        world.encoder.engine.close()
-        world.timers[:] = [timer for timer in world.timers if timer.process != ENCODER]
-        world.network.kill(ENCODER)
+    def strike(self, turn: Turn) -> None:
+        turn.note(0, "process.kill", "begin", fault="kill")
+        turn.touch(("process",), "w")
+        turn.dead |= {0}
+        turn.waiting = {move: held for move, held in turn.waiting.items() if held.process != 0}
+        turn.timers = tuple(timer for timer in turn.timers if timer.process != 0)
+        for flying in turn.writes.values():
+            turn.lands_late(flying)
+        turn.writes = {}
+        for client, number in sorted(turn.posts):
+            turn.touch(("inbox", turn.world.names[client]), "c")
+            turn.feed(client, ("answer", number, GONE))
+        turn.posts = frozenset()
 
 
-_STRIKERS: dict[str, type[AtStep] | type[AnyTime]] = {
-    "transfer_fails": AtStep,
-    "transfer_late": TransferLate,
-    "send_repeated": AtStep,
-    "ack_lost": AtStep,
-    "register_refused": RegisterRefused,
+_AT_STEP: dict[str, type[AtStep]] = {"register_refused": RegisterRefused}
+_ANY_TIME: dict[str, type[AnyTime]] = {
     "rank_cancels": RankCancels,
     "receiver_deadline": TimerFires,
     "cleanup_timer": TimerFires,
@@ -203,5 +172,9 @@ _STRIKERS: dict[str, type[AtStep] | type[AnyTime]] = {
 }
 
 
-def striker_of(world: World, fault: Fault | None) -> Striker:
-    return Striker(world, None) if fault is None else _STRIKERS[fault.kind](world, fault)
+def striker_of(fault: Fault | None) -> Striker:
+    if fault is None:
+        return Striker()
+    if fault.kind in _ANY_TIME:
+        return _ANY_TIME[fault.kind](fault)
+    return _AT_STEP.get(fault.kind, AtStep)(fault)

@@ -1,292 +1,401 @@
-"""A world of one encode server and its ranks in one process: the very sender and receiver, a model around them.
+"""A world of one encode server and its ranks: which moves can come next, and what follows from each.
 
-The world is the gate of all its processes, and so the scheduler: when its loop is quiet, the steps that wait at the
-gate are the moves that can come next, and `take` lets one of them go. Time advances only when no move is left. A
-write and a post have two moves, a begin and an end, and other moves may come between them. Half of a write's bytes
-land at its begin and half at its end; those of a late write land by a move of their own, `transfer.land`.
+Its processes are `machine`s: the very sender and receiver, held at every step. When all of them wait, the steps that
+wait are the moves; `take` lets one of them go on. Time advances only when no move is left. A write, a post and a
+forward have two moves, a begin and an end, and other moves may come between them. Half of a write's bytes land at its
+begin and half at its end; those of a late write land by a move of their own, `transfer.land`.
 
-A world takes no decision of its own: the explorer, a schedule or a test drives it.
+A world never changes a `State`: what was taken back is taken anew from the state before it. It takes no decision of
+its own: the explorer, a schedule or a test drives it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from ..encode_server import MMEncoder, Prepared
-from ..errors import EpdLabError, StateError
-from ..landing import Landing, LandingPool, PerRequestLanding
-from ..modality import Modality
-from ..ports import Buffer
-from ..receiver import Item, MMReceiver, ReceiverConfig
-from ..regions import RegionTable
-from ..rules import Rule, profile
-from ..steps import GO, Decision, Event, Point, Steps
-from .footprints import Touched, observe
-from .loop import VirtualClock, VirtualLoop, VirtualTimer, next_due
-from .model_engine import Fabric, Mode, ModelBuffer, ModelEngine, ModelMemory, Write
-from .network import ModelLink, Network
+from ..steps import Event, Phase, Point
+from .footprints import Thing, Touched, add
+from .machine import EncoderMachine, Input, Outcome, RankMachine, Writing
+from .machine_ports import MEMORY_BYTES, Message, Setting
+from .model_engine import BASE, FAILED, OK, POISON, Mode, Regions, cells, covered
+from .remembered import History, Remembered
 from .scenario import ENCODER, Fault, Move, Scenario
-from .strikes import striker_of
+from .strikes import GONE, LATE, Striker, striker_of
 
-TOKENS, DIM, ELEMENT_SIZE = 1, 4, 4
-PART_BYTES = TOKENS * DIM * ELEMENT_SIZE
-POOL_BYTES = 256
-MEMORY_BYTES = 1024
+TICK_NS = 1000
+About = tuple[str | None, int | None, int | None]
 
 
-Held = tuple[Point, asyncio.Future[Decision], asyncio.Task[Any] | None]
+class Held(NamedTuple):
+    """A step at the gate of a process; `birth` is a bit mask of the moves it stems from."""
+
+    process: int
+    gate: int
+    point: Point
+    birth: int
 
 
-class ModelTower:
-    """A vision tower whose embeddings are a pattern of their item's number."""
+class Timer(NamedTuple):
+    """A timer that is set."""
 
-    def __init__(self, memory: ModelMemory) -> None:
-        self._memory = memory
+    due: float
+    process: int
+    number: int
+    name: str
+    labels: tuple[tuple[str, Any], ...]
 
-    async def prepare(self, items: Sequence[str], modality: Modality) -> Prepared:
-        return Prepared(modality, [TOKENS], DIM, "float32", ELEMENT_SIZE, [(1, TOKENS, 1)], int(items[0]))
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[Buffer]:
-        return [self._embedding(prepared.payload) for prepared in batch]
+class Flying(NamedTuple):
+    """A write in flight: who writes to whom, and whether it can still succeed."""
 
-    def _embedding(self, number: int) -> Buffer:
-        buffer = self._memory.take(PART_BYTES)
-        assert isinstance(buffer, ModelBuffer)
-        buffer.fill(bytes((17 * number + 7 * i + 1) % 251 for i in range(PART_BYTES)))
-        return buffer
+    writing: Writing
+    process: int
+    peer: int
+    failed: bool
+    late: bool = False
 
-    def subset(self, prepared: Prepared, indices: Sequence[int]) -> Prepared:
-        return prepared
 
-    def fingerprint(self) -> str:
-        return "model"
+@dataclass(slots=True)
+class State:
+    """A quiet moment. Its parts are replaced, never changed.
+
+    Attributes:
+        histories, memory, regions, causes: one per process; causes tells the moves that each input stems from.
+        waiting: the steps that wait at a gate, in the order they came. seen: how often a step came up.
+        sockets: whose each open port is. posts: those not answered yet. ended: requests that are over.
+        writes: in flight. late: writes that have answered and will land. moves: how many there were.
+    """
+
+    histories: tuple[History, ...]
+    memory: tuple[bytes, ...]
+    regions: tuple[Regions, ...]
+    causes: tuple[tuple[int, ...], ...]
+    waiting: dict[Move, Held] = field(default_factory=dict)
+    seen: dict[tuple[object, ...], int] = field(default_factory=dict)
+    timers: tuple[Timer, ...] = ()
+    sockets: dict[int, int] = field(default_factory=dict)
+    posts: frozenset[tuple[int, int]] = frozenset()
+    writes: dict[About, Flying] = field(default_factory=dict)
+    late: dict[Move, Flying] = field(default_factory=dict)
+    ended: frozenset[tuple[int, int]] = frozenset()
+    dead: frozenset[int] = frozenset()
+    now: float = 0.0
+    moves: int = 0
+    struck: bool = False
+    claim: dict[str, Any] | None = None
+
+
+class Turn:
+    """One move being taken: the state it leads to, the events and what it touched."""
+
+    def __init__(self, world: World, state: State, cause: int) -> None:
+        self.world, self.cause = world, cause
+        self.histories, self.memory = list(state.histories), list(state.memory)
+        self.regions, self.causes = list(state.regions), list(state.causes)
+        self.waiting, self.seen = dict(state.waiting), state.seen
+        self.timers, self.sockets, self.posts = state.timers, state.sockets, state.posts
+        self.writes, self.late, self.ended, self.dead = state.writes, state.late, state.ended, state.dead
+        self.now, self.moves, self.struck, self.claim = state.now, state.moves, state.struck, state.claim
+        self.events: list[Event] = []
+        self.touched: Touched = {}
+        self.defects: list[str] = []
+        self._inputs: deque[tuple[int, Input, int]] = deque()
+
+    def state(self) -> State:
+        """The state after the move."""
+        return State(
+            tuple(self.histories),
+            tuple(self.memory),
+            tuple(self.regions),
+            tuple(self.causes),
+            self.waiting,
+            self.seen,
+            self.timers,
+            self.sockets,
+            self.posts,
+            self.writes,
+            self.late,
+            self.ended,
+            self.dead,
+            self.now,
+            self.moves,
+            self.struck,
+            self.claim,
+        )
+
+    def touch(self, thing: Thing, mode: Mode) -> None:
+        add(self.touched, thing, mode)
+
+    def note(self, process: int, step: str, phase: Phase, **labels: Any) -> None:
+        """Record what no process records itself."""
+        self.events.append(Event(0, self.world.names[process], step, phase, **labels))
+
+    # ---- processes -----------------------------------------------------------------------------------------------
+
+    def feed(self, process: int, happens: Input, cause: int | None = None) -> None:
+        """Something happens to a process, and whatever follows from it, in all processes."""
+        self._inputs.append((process, happens, self.cause if cause is None else cause))
+        while self._inputs:
+            self._feed(*self._inputs.popleft())
+
+    def _feed(self, process: int, happens: Input, cause: int) -> None:
+        if process in self.dead:
+            return
+        history = self.world.processes[process].feed(self.histories[process], happens)
+        self.histories[process], out = history, history.outcome
+        self.causes[process] += (cause,)
+        self.events += out.events
+        for thing, mode in out.touched.items():
+            add(self.touched, thing, mode)
+        if out.gates or out.gone:
+            self._gates(process, out)
+        if out.timers or out.cancelled:
+            self._timers(process, out)
+        for address, data in out.pokes:
+            self.poke(process, address, data)
+        for address, nbytes in out.regions:
+            self._region(process, address, nbytes)
+        if out.writing is not None:
+            self._begin_write(process, out.writing)
+        self.ended |= {(process, number) for number in out.ended}
+        self.defects += out.defects
+        for message in out.messages:
+            self._MESSAGES[message.kind](self, process, message)
+
+    def _gates(self, process: int, out: Outcome) -> None:
+        if out.gone:
+            gone = set(out.gone)
+            self.waiting = {m: h for m, h in self.waiting.items() if h.process != process or h.gate not in gone}
+        for number, point, cause in out.gates:
+            labels = (point.process, point.step, point.phase, point.req, point.part, point.rank)
+            nth = self.seen.get(labels, 0)
+            self.seen = {**self.seen, labels: nth + 1}
+            self.waiting[Move(*labels, nth)] = Held(process, number, point, self._stems_from(process, cause))
+
+    def _stems_from(self, process: int, cause: int) -> int:
+        """The moves that inputs of a process (a bit mask) stem from (a bit mask)."""
+        causes, moves, index = self.causes[process], 0, 0
+        while cause:
+            if cause & 1:
+                moves |= causes[index]
+            cause >>= 1
+            index += 1
+        return moves
+
+    def _timers(self, process: int, out: Outcome) -> None:
+        kept = [t for t in self.timers if t.process != process or t.number not in out.cancelled]
+        new = [Timer(self.now + s.seconds, process, s.number, s.name, s.labels) for s in out.timers]
+        self.timers = (*kept, *(timer for timer in new if timer.number not in out.cancelled))
+
+    def _region(self, process: int, address: int, nbytes: int) -> None:
+        regions = {start: size for start, size in self.regions[process].items() if start != address}
+        self.regions[process] = {**regions, address: nbytes} if nbytes else regions
+
+    def poke(self, process: int, address: int, data: bytes) -> None:
+        """Bytes of a process's memory change."""
+        at, memory = address - BASE, self.memory[process]
+        self.memory[process] = memory[:at] + data + memory[at + len(data) :]
+
+    def fire(self, timer: Timer, at_once: bool) -> None:
+        """A timer fires; `at_once`: the step it leads to is not held."""
+        self.timers = tuple(other for other in self.timers if other is not timer)
+        self.feed(timer.process, ("timer", timer.number, at_once))
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def _post(self, process: int, message: Message) -> None:
+        cause = self._stems_from(process, message.cause)
+        if self.world.mortal:
+            self.touch(("process",), "r")
+        if 0 in self.dead:
+            self._inputs.append((process, ("answer", message.number, GONE), cause))
+            return
+        self.posts |= {(process, message.number)}
+        path = "/" + message.where.rpartition("/")[2]
+        self._inputs.append((0, ("request", path, message.payload, (process, message.number)), cause))
+
+    def _answer(self, process: int, message: Message) -> None:
+        if message.number in self.posts:
+            client, number = message.number
+            self.posts -= {message.number}
+            self.touch(("inbox", self.world.names[client]), "c")
+            self._inputs.append((client, ("answer", number, message.payload), self._stems_from(process, message.cause)))
+
+    def _push(self, process: int, message: Message) -> None:
+        cause, port = self._stems_from(process, message.cause), int(message.where.rpartition(":")[2])
+        self.touch(("port", port), "w")
+        open_ = port in self.sockets
+        if open_:
+            self._inputs.append((self.sockets[port], ("frame", port, message.payload), cause))
+        self._inputs.append((process, ("pushed", message.number, open_), cause))
+
+    def _open(self, process: int, message: Message) -> None:
+        self.sockets = {**self.sockets, message.number: process}
+
+    def _close(self, process: int, message: Message) -> None:
+        self.sockets = {port: owner for port, owner in self.sockets.items() if port != message.number}
+
+    _MESSAGES = {"post": _post, "answer": _answer, "push": _push, "open": _open, "close": _close}
+
+    # ---- writes --------------------------------------------------------------------------------------------------
+
+    def _begin_write(self, process: int, writing: Writing) -> None:
+        peer = self.world.names.index(writing.session)
+        flying = Flying(writing, process, peer, False)
+        flying = flying._replace(failed=not self._possible(flying))
+        self._touch_write(flying)
+        if not flying.failed:
+            self._land(flying, 0, writing.nbytes // 2)
+        self.writes = {**self.writes, _about(writing.point): flying}
+
+    def end_write(self, about: About, late: bool) -> int:
+        """The write's code: RDMA's rule once more. A late one answers -1, and lands by a move of its own."""
+        flying = self.writes[about]
+        self.writes = {key: other for key, other in self.writes.items() if key != about}
+        self._touch_write(flying)
+        if flying.failed or not self._possible(flying):
+            return FAILED
+        if late:
+            self.lands_late(flying)
+            return FAILED
+        self._land(flying, flying.writing.nbytes // 2, flying.writing.nbytes)
+        return OK
+
+    def lands_late(self, flying: Flying) -> None:
+        """From now on the rest of a write's bytes land by a move of their own."""
+        point = flying.writing.point
+        move = Move(point.process, "transfer.land", "note", point.req, point.part, point.rank, 0)
+        self.late = {**self.late, move: flying}
+
+    def land(self, move: Move) -> None:
+        """The rest of a late write lands, unless its peer has withdrawn the destination. Nobody checks its source."""
+        flying, self.late = self.late[move], {m: f for m, f in self.late.items() if m != move}
+        self._touch_write(flying)
+        writing, point = flying.writing, flying.writing.point
+        if not flying.failed and covered(self.regions[flying.peer], writing.target, writing.nbytes):
+            self._land(flying, writing.nbytes // 2, writing.nbytes)
+            labels = {"req": point.req, "part": point.part, "rank": point.rank, "region": point.region}
+            span = {"address": writing.source, "bytes": writing.nbytes, "target": writing.target}
+            self.note(flying.process, "transfer.land", "note", **labels, **span)
+
+    def _possible(self, flying: Flying) -> bool:
+        """RDMA's rule: one live region over each side."""
+        writing = flying.writing
+        source = covered(self.regions[flying.process], writing.source, writing.nbytes)
+        return source and covered(self.regions[flying.peer], writing.target, writing.nbytes)
+
+    def _land(self, flying: Flying, start: int, stop: int) -> None:
+        """Bytes [start, stop) arrive, as the source holds them now."""
+        at = flying.writing.source - BASE
+        self.poke(flying.peer, flying.writing.target + start, self.memory[flying.process][at + start : at + stop])
+
+    def _touch_write(self, flying: Flying) -> None:
+        writing, names = flying.writing, self.world.names
+        for cell in cells(writing.source, writing.nbytes):
+            self.touch(("regions", names[flying.process], cell), "r")
+        for cell in cells(writing.target, writing.nbytes):
+            self.touch(("regions", names[flying.peer], cell), "r")
+            self.touch(("memory", names[flying.peer], cell), "w")
+
+
+class Taken(NamedTuple):
+    """What a move led to."""
+
+    state: State
+    events: list[Event]
+    touched: Touched
+    defects: list[str]
 
 
 class World:
-    """One run of a scenario.
+    """What can happen in one scenario with one fault or none.
+
+    Args:
+        processes: machines of the same scenario that remember, from another world.
 
     Attributes:
-        waiting: the steps that wait at the gate, in the order they came.
-        writes: the writes in flight, by the move that ends them. late: those that have answered and will land.
-        events: the trace so far.
-        causes: per waiting step, a bit mask of the moves its own task and the messages it got stem from.
-        touched: what was touched since somebody set it to {}; None while nobody wants to know.
+        names: of the processes, the encoder first.
     """
 
-    def __init__(self, scenario: Scenario, fault: Fault | None = None) -> None:
-        self.scenario, self.profile = scenario, profile(scenario.profile)
-        self.loop = VirtualLoop()
-        self.events: list[Event] = []
-        self.touched: Touched | None = None
-        self.waiting: dict[Move, Held] = {}
-        self.writes: dict[Move, Write] = {}
-        self.late: dict[Move, tuple[Point, Write]] = {}
-        self.causes: dict[Move, int] = {}
-        self.timers: list[VirtualTimer] = []
-        self.requests: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self.dead: set[str] = set()
-        self.pass_once: str | None = None
-        self._ended: set[tuple[str | None, int | None, int | None]] = set()
-        self._seen: dict[tuple[object, ...], int] = {}
-        self._moved: Point | None = None
-        self._ticks = 0
-        self._passed = self.loop.create_future()
-        self._passed.set_result(GO)
-        self.network, self.fabric = Network(self.loop, self.touch), Fabric()
-        self.encoder = self._encoder()
-        self.ranks = [self._rank(rank) for rank in range(scenario.tp)]
-        self.striker = striker_of(self, fault)
+    def __init__(self, scenario: Scenario, fault: Fault | None = None, processes: list[Remembered] | None = None) -> None:
+        self.scenario = scenario
+        self.names = [ENCODER, *(f"rank{rank}" for rank in range(scenario.tp))]
+        self.processes = processes or machines(scenario)
+        self.striker: Striker = striker_of(fault)
+        self.mortal = fault is not None and fault.kind == "encoder_dies"
 
-    # ---- wiring --------------------------------------------------------------------------------------------------
-
-    def _engine(self, process: str) -> ModelEngine:
-        memory = ModelMemory(MEMORY_BYTES, owner=process, touch=self.touch)
-        return ModelEngine(self.fabric, process, memory, self._hold_write, self.touch)
-
-    def _steps(self, process: str) -> Steps:
-        return Steps(process, self.record, self, self._clock_ns)
-
-    def _encoder(self) -> MMEncoder:
-        engine, link = self._engine(ENCODER), ModelLink(self.network, ENCODER, 0)
-        clock = VirtualClock(self.loop, ENCODER, self.timers)
-        encoder = MMEncoder(ModelTower(engine.memory), engine, link, clock, self._steps(ENCODER), self.profile)
-        self._drive(encoder.start())
-        return encoder
-
-    def _rank(self, rank: int) -> MMReceiver:
-        process = f"rank{rank}"
-        engine, steps = self._engine(process), self._steps(process)
-        clock, link = VirtualClock(self.loop, process, self.timers), ModelLink(self.network, process, rank + 1)
-        config = ReceiverConfig(rank, self.scenario.tp, (self.encoder.url,))
-        return MMReceiver(config, engine, self._landing(engine, steps), link, clock, steps, self.profile)
-
-    def _landing(self, engine: ModelEngine, steps: Steps) -> Landing:
-        regions, checked = RegionTable(engine, steps), self.profile.has(Rule.CHECK_REGISTER_STATUS)
-        if not self.scenario.pool:
-            return PerRequestLanding(engine, regions, steps, checked)
-        pool = LandingPool(engine, regions, steps, checked, POOL_BYTES)
-        self.pass_once = "mr.register"
-        self._drive(pool.open())
-        return pool
-
-    def _drive(self, work: Any) -> None:
-        self.loop.create_task(work)
-        self.loop.run_ready()
-
-    # ---- the ranks' requests -------------------------------------------------------------------------------------
-
-    def start(self) -> None:
+    def start(self) -> Taken:
         """Every rank takes up its first request."""
-        for rank in range(self.scenario.tp):
-            self._begin(rank, 0)
-        self.loop.run_ready()
+        nobody = tuple(process.origin for process in self.processes)
+        count = len(self.names)
+        memory = (bytes([POISON]) * MEMORY_BYTES,) * count
+        turn = Turn(self, State(nobody, memory, ({},) * count, ((),) * count), 0)
+        for process in range(1, count):
+            turn.feed(process, ("start",))
+        return self._done(turn)
 
-    def _begin(self, rank: int, number: int) -> None:
-        self.requests[rank, number] = self.loop.create_task(self._request(rank, number))
-
-    async def _request(self, rank: int, number: int) -> None:
-        """Receive, let the next request begin, read, release."""
-        modalities = self.scenario.modalities
-        items = [Item(modality, str(2 * number + part)) for part, modality in enumerate(modalities)]
-        try:
-            received = await self.ranks[rank].receive(f"q{number + 1}", items)
-        finally:
-            if number + 1 < self.scenario.requests:
-                self._begin(rank, number + 1)
-        async with received:
-            await received.read()
-
-    # ---- the gate ------------------------------------------------------------------------------------------------
-
-    def enter(self, point: Point) -> Awaitable[Decision]:
-        """Hold a step until it is taken (see `steps.Gate`). The end of a write is held by its engine already."""
-        if point.step == self.pass_once:
-            self.pass_once = None
-            return self._passed
-        about = (point.req, point.part, point.rank)
-        if point.phase == "end" and point.step == "transfer.write" and about in self._ended:
-            self._ended.remove(about)
-            return self._passed
-        return self._hold(point)[1]
-
-    def _hold(self, point: Point) -> tuple[Move, asyncio.Future[Decision]]:
-        labels = (point.process, point.step, point.phase, point.req, point.part, point.rank)
-        nth = self._seen.get(labels, 0)
-        self._seen[labels] = nth + 1
-        future: asyncio.Future[Decision] = asyncio.Future(loop=self.loop)
-        move = Move(*labels, nth)
-        task = asyncio.current_task(self.loop)
-        self.causes[move] = self.loop.causes[task]
-        self.waiting[move] = (point, future, task)
-        return move, future
-
-    async def _hold_write(self, write: Write) -> None:
-        """Between the begin and the end of a write: the end is a move of its own."""
-        began = self._moved
-        assert began is not None
-        end = Point(began.process, began.step, "end", began.req, began.part, began.rank, began.region)
-        move, future = self._hold(end)
-        self.writes[move] = write
-        await future
-        del self.writes[move]
-        self._ended.add((end.req, end.part, end.rank))
-        if write.late:
-            land = Move(end.process, "transfer.land", "note", end.req, end.part, end.rank, 0)
-            self.late[land] = (end, write)
-
-    # ---- moves ---------------------------------------------------------------------------------------------------
-
-    def enabled(self) -> list[Move]:
+    def enabled(self, state: State) -> list[Move]:
         """The moves that can come next, in the order they came up; a fault's own move is last."""
-        return [*self.waiting, *self.late, *self.striker.moves()]
+        return [*state.waiting, *state.late, *self.striker.moves(state)]
 
-    def take(self, move: Move) -> None:
-        """Let a move happen, and run until the world is quiet again."""
-        self.loop.moves += 1
-        if move in self.waiting:
-            point, future, task = self.waiting.pop(move)
-            self.loop.causes[task] = 1 << self.loop.moves >> 1
-            self._moved = point
-            future.set_result(self.striker.decide(point))
-        elif move in self.late:
-            self._land(*self.late.pop(move))
+    def take(self, state: State, move: Move) -> Taken:
+        """Let a move happen, until everybody waits again."""
+        turn = Turn(self, state, 1 << state.moves)
+        turn.moves += 1
+        held = turn.waiting.pop(move, None)
+        if held is not None:
+            if self.mortal and held.process == 0:
+                turn.touch(("process",), "r")
+            self._go_on(turn, held)
+        elif move in turn.late:
+            turn.land(move)
         else:
-            self.striker.strike()
-        self._settle()
+            turn.struck = True
+            self.striker.strike(turn)
+        return self._done(turn)
 
-    def quiet(self) -> bool:
-        """While no move is left, fire the timer that is due next; whether time advanced."""
-        waited = False
-        while not self.enabled() and (timer := next_due(self.timers)) is not None:
-            self.loop.now = timer.due
-            timer.run()
-            self._settle()
-            waited = True
-        return waited
+    def sleep(self, state: State) -> Taken | None:
+        """Fire the timer that is due next (of several, the one set first); None if there is none."""
+        timer = min(state.timers, key=lambda timer: timer.due, default=None)
+        if timer is None:
+            return None
+        turn = Turn(self, state, (1 << state.moves) - 1)
+        turn.now = timer.due
+        turn.fire(timer, at_once=False)
+        return self._done(turn)
 
-    def _settle(self) -> None:
-        self.loop.run_ready()
-        self.striker.settled()
-        for move, (_, future, _) in list(self.waiting.items()):
-            if future.cancelled() or move.process in self.dead:
-                del self.waiting[move]
-
-    def _land(self, point: Point, write: Write) -> None:
-        """Late bytes arrive; a peer that has withdrawn their destination refuses them, and nothing happens."""
-        if write.engine.land_late(write):
-            self.note(
-                point.process,
-                "transfer.land",
-                req=point.req,
-                part=point.part,
-                rank=point.rank,
-                region=point.region,
-                address=write.source,
-                bytes=write.nbytes,
-                target=write.target,
-            )
-
-    # ---- the trace -----------------------------------------------------------------------------------------------
-
-    def record(self, event: Event) -> None:
-        self.events.append(event)
-        if self.touched is not None:
-            observe(event, self.touch)
-
-    def note(self, process: str, step: str, **labels: Any) -> None:
-        """Record what no process of the world records itself."""
-        self.record(Event(self._clock_ns(), process, step, "note", **labels))
-
-    def touch(self, thing: tuple[object, ...], mode: Mode) -> None:
-        touched = self.touched
-        if touched is not None and touched.setdefault(thing, mode) != mode:
-            touched[thing] = "w"
-
-    def finish(self) -> None:
+    def finish(self, state: State) -> Taken:
         """The last request is over: every process counts what it still holds."""
-        self.striker.finish()
-        if ENCODER not in self.dead:
-            self.note(ENCODER, "process.census", data=self.encoder.census())
-        for receiver in self.ranks:
-            assert isinstance(receiver.link, ModelLink)
-            regions = len(self.fabric.engines[receiver.steps.process].regions) - self.scenario.pool
-            census = receiver.census() | {"regions": regions, "sockets": receiver.link.open_sockets()}
-            self.note(receiver.steps.process, "process.census", data=census)
-
-    def defects(self) -> list[BaseException]:
-        """Errors of the code itself: of its lifecycles, or of no type of ours. There must be none."""
-        ended = [task for task in self.loop.tasks if task.done() and not task.cancelled()]
-        errors = [error for task in ended if (error := task.exception()) is not None]
-        return [e for e in errors if isinstance(e, StateError) or not isinstance(e, EpdLabError)]
+        turn = Turn(self, state, 0)
+        self.striker.finish(turn)
+        for process in range(len(self.names)):
+            turn.feed(process, ("census",))
+        return self._done(turn)
 
     def close(self) -> None:
-        """Let go of everything that still waits, without running it."""
-        self.touched = None
-        self.loop.abandon()
-        self.waiting.clear()
+        for process in self.processes:
+            process.close()
 
-    def _clock_ns(self) -> int:
-        self._ticks += 1
-        return int(self.loop.now * 1e9) + self._ticks * 1000
+    def _go_on(self, turn: Turn, held: Held) -> None:
+        point, how = held.point, self.striker.decide(turn, held.point)
+        if point.step == "transfer.write" and point.phase == "end" and _about(point) in turn.writes:
+            how = turn.end_write(_about(point), late=how is LATE)
+        elif point.step == "landing.read":
+            how = turn.memory[held.process]
+        turn.feed(held.process, ("take", held.gate, how))
+        self.striker.taken(turn, point)
+
+    def _done(self, turn: Turn) -> Taken:
+        return Taken(turn.state(), turn.events, turn.touched, turn.defects)
+
+
+def machines(scenario: Scenario) -> list[Remembered]:
+    """The processes of a scenario, which have seen nothing yet."""
+    ranks = [Remembered(lambda rank=rank: RankMachine(rank, scenario)) for rank in range(scenario.tp)]  # type: ignore[misc]
+    return [Remembered(lambda: EncoderMachine(scenario)), *ranks]
+
+
+def _about(point: Point) -> About:
+    return point.req, point.part, point.rank

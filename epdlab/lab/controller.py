@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,10 @@ from ..control import (
     pack,
     unpack_from_role,
 )
-from ..errors import LabError, error_of
+from ..errors import LabError, error_of, one_line
 from ..steps import GO, Decision, Point
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,21 @@ class Controller:
         self.waiting: list[Waiting] = []
         self.patterns: list[Pattern] = []
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._gone: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._changed = asyncio.Condition()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
         while True:
-            identity, frame = await self._socket.recv_multipart()
-            await self._take(identity.decode(), unpack_from_role(frame))
+            frames = await self._socket.recv_multipart()
+            try:
+                process, message = frames[0].decode(), unpack_from_role(b"".join(frames[1:]))
+            except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+                log.warning("the lab dropped a control frame that is none: %s", one_line(error))
+                continue
+            if process not in self._gone:
+                await self._take(process, message)
 
     async def _take(self, process: str, message: Hello | Held | Passed | Reply) -> None:
         if isinstance(message, Reply):
@@ -75,12 +85,19 @@ class Controller:
             return
         if isinstance(message, Hello):
             self.hellos[process] = message.data
-            await self._socket.send_multipart([process.encode(), pack(SetPatterns(self.patterns))])
+            await self._send(process, SetPatterns(self.patterns), quietly=True)
         elif isinstance(message, Held):
-            self.waiting.append(Waiting(message.ticket, message.point))
+            await self._held(Waiting(message.ticket, message.point))
         else:
             self.waiting = [w for w in self.waiting if (w.point.process, w.ticket) != (process, message.ticket)]
         await self.notify()
+
+    async def _held(self, waiting: Waiting) -> None:
+        """A step waits; one that was held by a pattern forgotten meanwhile goes on at once."""
+        if any(pattern.decision is None and pattern.matches(waiting.point) for pattern in self.patterns):
+            self.waiting.append(waiting)
+        else:
+            await self.release(waiting)
 
     async def notify(self) -> None:
         """Wake whoever waits for a change."""
@@ -114,6 +131,8 @@ class Controller:
         Raises:
             LabError: the process is gone.
         """
+        if process in self._gone:
+            raise LabError(f"{process} {self._gone[process]}")
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = (process, future)
@@ -125,7 +144,8 @@ class Controller:
         await self._send(process, Call(0, "shutdown"), quietly=True)
 
     def lost(self, process: str, why: str) -> None:
-        """A role's process ended: its calls fail, its steps wait no more."""
+        """A role's process ended: its calls fail, its steps wait no more, and what it sent before is too late."""
+        self._gone.setdefault(process, why)
         self.waiting = [w for w in self.waiting if w.point.process != process]
         for number, (owner, future) in list(self._calls.items()):
             if owner == process and not future.done():

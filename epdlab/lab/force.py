@@ -69,14 +69,18 @@ def moves_of(schedule: Iterable[Any]) -> list[Move]:
 
 
 def force(lab: Lab, schedule: Iterable[Any], timeout_s: float) -> list[Waiting]:
-    """Hold what the schedule names, let it go in its order, then let everything run; what was let go.
+    """Hold what the schedule names and nothing else, let it go in its order, then let everything run.
+
+    A request sent before must be held at an early step (`encode.post`), so that it has not run past the schedule.
+
+    Returns:
+        What was let go.
 
     Raises:
         LabError: a move did not come up within `timeout_s`; names it, and who waits where instead.
     """
     moves = moves_of(schedule)
-    for pattern in dict.fromkeys(move.pattern for move in moves if not move.outside):
-        lab.hold_like(pattern)
+    lab.hold_only(list(dict.fromkeys(move.pattern for move in moves if not move.outside)))
     gone: list[Waiting] = []
     for number, move in enumerate(moves, start=1):
         if move.outside:

@@ -107,7 +107,7 @@ class Lab:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="epdlab-lab", daemon=True)
         self._controller: Controller | None = None
-        self._requests: dict[str, Future[dict[str, Any]]] = {}
+        self._requests: dict[str, list[Future[dict[str, Any]]]] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._answered: Counter[str] = Counter()
         self._frozen: set[str] = set()
@@ -149,7 +149,7 @@ class Lab:
             self._wait(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._loop.close()
+        self._loop.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -189,7 +189,7 @@ class Lab:
             )
 
         await self.controller.until(ready, START_TIMEOUT_S, lambda: f"not ready after {START_TIMEOUT_S:g} s: {names}")
-        for name in names:
+        for name in sorted(names, key=lambda name: self.processes[name].running):
             if name not in self.controller.hellos:
                 raise LabError(f"{name} {self.processes[name].why()}")
 
@@ -203,6 +203,10 @@ class Lab:
             process.signal(signal.SIGCONT)
         await asyncio.gather(*(asyncio.to_thread(process.end) for process in processes.values()))
         await asyncio.gather(*self._watches, return_exceptions=True)
+        for name in processes:
+            self._controller.lost(name, "ended with the lab")
+        answers = [asyncio.wrap_future(answers) for sent in self._requests.values() for answers in sent]
+        await asyncio.gather(*answers, return_exceptions=True)
         await self._controller.close()
         self._trace.close()
 
@@ -218,13 +222,14 @@ class Lab:
         ranks: Sequence[int] | None = None,
         stagger_ms: float = 0.0,
     ) -> str:
-        """Send one request to every rank and return at once; its id. `result` waits for it."""
+        """Send one request to every rank (or to `ranks`; to others later) and return at once; its id."""
         self._count += 1
         req_id = req_id or f"req{self._count}"
         items = [("IMAGE", ref) for ref in images] + [("VIDEO", ref) for ref in videos]
         args = {"req_id": req_id, "items": items, "prompt": prompt, "max_new_tokens": max_new_tokens}
         chosen = range(self.config.tp) if ranks is None else ranks
-        self._requests[req_id] = self._later(self._run_request(args, list(chosen), stagger_ms / 1e3))
+        answers = self._later(self._run_request(args, list(chosen), stagger_ms / 1e3))
+        self._requests.setdefault(req_id, []).append(answers)
         return req_id
 
     async def _run_request(self, args: dict[str, Any], ranks: list[int], stagger_s: float) -> dict[str, Any]:
@@ -243,9 +248,14 @@ class Lab:
         """Each rank's answer to a request (the latest by default): a dict, or the error it failed with."""
         if not self._requests:
             raise UsageError("no request was sent yet; call lab.request(...) first")
-        future = self._requests[req_id or next(reversed(self._requests))]
+        give_up = time.monotonic() + timeout_s
+        req_id = req_id or next(reversed(self._requests))
+        if req_id not in self._requests:
+            raise UsageError(f"no request {req_id!r}; there are {', '.join(self._requests)}")
+        futures = self._requests[req_id]
         try:
-            return future.result(timeout_s)
+            answers = [future.result(max(0.0, give_up - time.monotonic())) for future in futures]
+            return {rank: answer for found in answers for rank, answer in found.items()}
         except TimeoutError:
             raise LabError(f"no result after {timeout_s:g} s; {self._who_waits()}") from None
 
@@ -266,11 +276,7 @@ class Lab:
         part: int | None = None,
     ) -> None:
         """From now on, hold this step (any process, rank, request, part unless given)."""
-        self.hold_like(Pattern(_known(step), phase, process, rank, req, part))
-
-    def hold_like(self, pattern: Pattern) -> None:
-        """From now on, hold what matches (or let it go with the pattern's decision)."""
-        self._add(pattern)
+        self._add(Pattern(_known(step), phase, process, rank, req, part))
 
     def fault(
         self,
@@ -293,6 +299,10 @@ class Lab:
         self._wait(self.controller.set_patterns([]))
 
     def _add(self, pattern: Pattern, first: bool = False) -> None:
+        try:
+            msgspec.convert(msgspec.to_builtins(pattern), Pattern)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{pattern.step} cannot be held or faulted like this: {error}") from None
         old = self.controller.patterns
         self._wait(self.controller.set_patterns([pattern, *old] if first else [*old, pattern]))
 
@@ -343,11 +353,19 @@ class Lab:
         return self._wait(self._run_until(pattern, timeout_s))
 
     async def _run_until(self, pattern: Pattern, timeout_s: float) -> Waiting:
-        keep = [p for p in self.controller.patterns if p.decision is not None]
-        await self.controller.set_patterns([*keep, pattern])
-        for waiting in [w for w in self.controller.waiting if not pattern.matches(w.point)]:
-            await self.controller.release(waiting)
+        await self._hold_only([pattern])
         return await self._appears(pattern, timeout_s)
+
+    def hold_only(self, patterns: Sequence[Pattern]) -> None:
+        """Forget all other holds (no faults), and let go of what waits and is not meant."""
+        self._wait(self._hold_only(patterns))
+
+    async def _hold_only(self, patterns: Sequence[Pattern]) -> None:
+        faults = [p for p in self.controller.patterns if p.decision is not None]
+        await self.controller.set_patterns([*faults, *patterns])
+        for waiting in list(self.controller.waiting):
+            if not any(pattern.matches(waiting.point) for pattern in patterns):
+                await self.controller.release(waiting)
 
     def wait_for_ranks(self, req_id: str, *, timeout_s: float = STEP_TIMEOUT_S) -> list[Waiting]:
         """Wait until every rank of a request has a held step or its answer; the held ones."""
@@ -365,12 +383,7 @@ class Lab:
 
     def run(self) -> None:
         """Forget all holds and let everything that waits go."""
-        self._wait(self._run())
-
-    async def _run(self) -> None:
-        await self.controller.set_patterns([p for p in self.controller.patterns if p.decision is not None])
-        for waiting in list(self.controller.waiting):
-            await self.controller.release(waiting)
+        self.hold_only([])
 
     def force(self, schedule: Iterable[Any], *, timeout_s: float = STEP_TIMEOUT_S) -> list[Waiting]:
         """Let the steps of a schedule happen in its order, then let everything go; see `force`."""
@@ -415,7 +428,7 @@ class Lab:
     @property
     def pending(self) -> list[str]:
         """The requests that some rank has not answered yet."""
-        return [req_id for req_id, answers in self._requests.items() if not answers.done()]
+        return [req_id for req_id, sent in self._requests.items() if not all(answers.done() for answers in sent)]
 
     @property
     def events(self) -> list[Event]:
@@ -438,17 +451,17 @@ class Lab:
 
     def kill(self, process: str) -> None:
         """SIGKILL one process, as a crash would."""
-        self.processes[process].signal(signal.SIGKILL)
-        self.processes[process].ended()
+        self._process(process).signal(signal.SIGKILL)
+        self._process(process).ended()
         self._trace(Event(time.monotonic_ns(), process, "process.kill", "begin", fault="kill"))
 
     def freeze(self, process: str) -> None:
         """SIGSTOP one process: it holds its sockets and does nothing."""
+        self._process(process).signal(signal.SIGSTOP)
         self._frozen.add(process)
-        self.processes[process].signal(signal.SIGSTOP)
 
     def thaw(self, process: str) -> None:
-        self.processes[process].signal(signal.SIGCONT)
+        self._process(process).signal(signal.SIGCONT)
         self._frozen.discard(process)
 
     def _live(self) -> list[str]:
@@ -471,7 +484,18 @@ class Lab:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._later(work).result()
+        """The result; an interrupted caller takes the work back."""
+        future = self._later(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _process(self, name: str) -> Process:
+        if name not in self.processes:
+            raise UsageError(f"no process {name!r}; there are {', '.join(self.processes)}")
+        return self.processes[name]
 
     def _encoder_arguments(self) -> list[str]:
         config = self.config

@@ -22,8 +22,9 @@ SIZES = {f"{nbytes >> 10} KiB": f"bytes:{nbytes}:1" for nbytes in (1 << 16, 1 <<
 SIZES |= {f"{nbytes >> 20} MiB": f"bytes:{nbytes}:1" for nbytes in (1 << 20, 1 << 22, 1 << 26)}
 PICTURE = "a picture"
 KINDS = ("sequence", "timeline", "architecture")
+FIGURE_POINTS = 640.0
 GOES_WELL = "goes well"
-_CODE_LINES = 5
+_CODE_LINES = 3
 
 
 class Panel:
@@ -61,9 +62,8 @@ class Panel:
     def _laid_out(self) -> widgets.VBox:
         for menu, width in ((self._profile, "260px"), (self._tp, "150px"), (self._size, "200px")):
             menu.layout.width = width
-        half = {"width": "50%", "min_width": "420px"}
-        left = widgets.VBox([self._kind, self._figure], layout=widgets.Layout(**half))
-        right = widgets.VBox([self._stop, self._state], layout=widgets.Layout(**half))
+        left = widgets.VBox([self._kind, self._figure], layout=widgets.Layout(width="62%", min_width="500px"))
+        right = widgets.VBox([self._stop, self._state], layout=widgets.Layout(width="37%", min_width="340px"))
         return widgets.VBox(
             [
                 widgets.HBox([self._profile, self._tp, self._size, self._reset]),
@@ -141,7 +141,8 @@ class Panel:
         self._next.options = [f"{k + 1}. {words}" for k, words in enumerate(waiting)] or ["nobody waits"]
         self._next.index = 0
         self._offer_faults()
-        self._stop.value = self._told(f"<pre style='{_PRE}'>{escape(stop.text())}</pre>")
+        brief = "\n".join([*stop.brief(), *(f"note     {note}" for note in stop.notes)])
+        self._stop.value = self._told(f"<pre style='{_PRE}'>{escape(brief)}</pre>" if brief else "")
         self._state.value = self.stepper.state()._repr_html_()
         self._draw()
 
@@ -149,10 +150,12 @@ class Panel:
         waiting, index = self.stepper.waiting, self._next.index or 0
         at_step = faults_for(waiting[index]) if index < len(waiting) else []
         self._fault.options = [GOES_WELL, *at_step, *self._outside()]
+        self._fault.value = GOES_WELL
 
     def _draw(self) -> None:
         try:
-            figure = self.stepper.draw(self._kind.value).svg
+            options = {"width": FIGURE_POINTS} if self._kind.value == "sequence" else {}
+            figure = self.stepper.draw(self._kind.value, **options).svg
         except EpdLabError as error:
             figure = _alarm(str(error))
         self._figure.value = f"<style>{_STYLE}</style><div class='epdlab-figure'><div>{figure}</div></div>"

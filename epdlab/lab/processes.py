@@ -21,6 +21,7 @@ from typing import IO
 from ..errors import LabError
 
 END_GRACE_S = 5.0
+GONE = "the lab's nursery ended; see its error above, and run `python -m epdlab doctor`"
 
 
 class Nursery:
@@ -37,6 +38,7 @@ class Nursery:
         self._lock = threading.Lock()
         self._starts: list[Future[int]] = []
         self._ends: dict[int, Future[int]] = {}
+        self._gone = False
         threading.Thread(target=self._listen, name="epdlab-nursery", daemon=True).start()
 
     @property
@@ -47,6 +49,8 @@ class Nursery:
         """Fork a role; its pid, and a future of its exit code (negative: the signal)."""
         started: Future[int] = Future()
         with self._lock:
+            if self._gone:
+                raise LabError(GONE)
             self._starts.append(started)
             self._write({"argv": argv, "log": str(log)})
         pid = started.result()
@@ -64,9 +68,10 @@ class Nursery:
             pipe.write(json.dumps(order).encode() + b"\n")
             pipe.flush()
         except BrokenPipeError:
-            raise LabError("the lab's nursery ended; see its error above, and run `python -m epdlab doctor`") from None
+            raise LabError(GONE) from None
 
     def _listen(self) -> None:
+        """Hear of starts and ends; when the nursery ends, the kernel has killed every child of it."""
         for line in _pipe(self._child.stdout):
             message = json.loads(line)
             if "code" in message:
@@ -74,8 +79,12 @@ class Nursery:
             else:
                 self._ends[message["pid"]] = Future()
                 self._starts.pop(0).set_result(message["pid"])
+        with self._lock:
+            self._gone = True
         for started in self._starts:
-            started.set_exception(LabError("the lab's nursery ended; run `python -m epdlab doctor`"))
+            started.set_exception(LabError(GONE))
+        for ended in self._ends.values():
+            ended.set_result(-signal.SIGKILL)
 
 
 _nursery: Nursery | None = None

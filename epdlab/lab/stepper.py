@@ -4,7 +4,7 @@
         stepper.step()                              # the next step, in the order of the protocol
         stepper.until("transfer.write", rank=1)     # steps until this one is the next
         stepper.step(rank=1, fault="fail")          # this rank's next step, and it goes wrong
-        stepper.run()                               # everything
+        stepper.run()                               # everything at once; `walk` does it step by step
 
 Between two calls the lab is at rest, so the same calls always give the same stops. No widget passes through here.
 """
@@ -58,7 +58,7 @@ class Stepper:
 
     Attributes:
         lab: the processes. items: what is transferred. waiting: the steps that are held, the next one first.
-        watchers: called with every stop.
+        world: what the processes hold. watchers: called with every stop.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class Stepper:
         self._forgotten = weakref.finalize(self, _close_aside, self.lab)
         try:
             self.lab.hold("*", phase=None)
-            self.lab.request(*self.items, videos=self._videos, prompt=self._prompt, req_id=REQUEST)
-            self.waiting = self.lab.settle()
+            for rank in range(self.lab.config.tp):
+                self.lab.request(*self.items, videos=self._videos, prompt=self._prompt, req_id=REQUEST, ranks=[rank])
+                self.waiting = self.lab.settle()
         except BaseException:
             self.lab.close()
             raise
-        self._seen = WorldState.at(self.lab.shown)
+        self.world = WorldState.at(self.lab.shown)
         self._breaches, self._told, self._counted = 0, False, False
 
     def close(self) -> None:
@@ -157,6 +158,13 @@ class Stepper:
         """Let go of everything that is held, and of all that follows."""
         self.lab.run()
         return self._settled("everything that was held, and all that followed")
+
+    def walk(self) -> Stop:
+        """Let every step go, one by one in the order of the protocol: `run` without chance."""
+        gone: list[str] = []
+        while self.waiting and len(gone) < MAX_STEPS:
+            gone.append(self._let_go(self.waiting[0]))
+        return self._stop(gone)
 
     def _chosen(self, step: str, process: str | None, rank: int | None, part: int | None) -> Waiting:
         if step != "*":
@@ -230,15 +238,25 @@ class Stepper:
         return self.lab.state(addresses=addresses)
 
     def draw(self, kind: str = "sequence", **options: Any) -> Drawing:
-        """A `sequence`, `timeline` or `architecture` diagram of what happened so far."""
-        return draw(kind, _unmarked(self.lab.shown), self.breaches, self.waiting, **options)
+        """A `sequence`, `timeline` or `architecture` diagram of what happened so far, in order, without times."""
+        if kind == "sequence":
+            options = {"everyone": [name for name in self.lab.processes if name != "reference"]} | options
+        return draw(kind, _timeless(self.lab.shown), self.breaches, self.waiting, **options)
 
     def outcome(self) -> dict[str, str]:
         """How the request ended on each rank, in a line each; empty while it runs."""
         if not self.done:
             return {}
         expected = self._reference() if "reference" in self.lab.processes else None
-        return {rank: _outcome(answer, self.events, expected) for rank, answer in self.lab.result(REQUEST).items()}
+        answers = self.lab.result(REQUEST)
+        return {rank: self._named(_outcome(answer, self.events, expected)) for rank, answer in answers.items()}
+
+    def _named(self, text: str) -> str:
+        """Processes by their names instead of the ports they have in this run."""
+        for name, process in self.world.processes.items():
+            for fact in ("session", "url"):
+                text = text.replace(str(process.facts.get(fact) or name), name)
+        return text
 
     @property
     def good(self) -> bool:
@@ -257,7 +275,7 @@ class Stepper:
 
     def _stop(self, gone: Sequence[str], means: str = "") -> Stop:
         world = WorldState.at(self.lab.shown)
-        changed, self._seen = changed_lines(world, self._seen), world
+        changed, self.world = changed_lines(world, self.world), world
         stop = Stop(tuple(gone), tuple(changed), tuple(self.waiting), tuple(self._notes()), means)
         for watcher in self.watchers:
             watcher(stop)
@@ -298,9 +316,9 @@ def _left(census: dict[str, dict[str, int]]) -> str:
     return f"left behind: {left or 'nothing'}" + (f"; {', '.join(timed)} waits for a timer, `fire` it" if timed else "")
 
 
-def _unmarked(events: Sequence[Event]) -> list[Event]:
-    """Without how long each step was held: here all of them were."""
-    return [msgspec.structs.replace(event, held_ms=None) for event in events]
+def _timeless(events: Sequence[Event]) -> list[Event]:
+    """Without clock and without how long each step was held: here the reader's hand is the clock."""
+    return [msgspec.structs.replace(event, t=index, held_ms=None) for index, event in enumerate(events)]
 
 
 def _close_aside(lab: Lab) -> None:
@@ -330,7 +348,7 @@ def _check_fault(fault: FaultKind, waiting: Waiting) -> None:
 
 def _outcome(answer: Any, events: Sequence[Event], expected: list[int] | None) -> str:
     if isinstance(answer, BaseException):
-        return f"failed, {one_line(answer)}"
+        return f"failed, {one_line(answer).partition(';')[0]}"
     ready = {e.part or 0: e.data["digest"] for e in events if e.step == "embedding.ready" and e.data}
     same = "equal" if answer["digests"] == [ready[part] for part in sorted(ready)] else "DIFFERENT"
     said = f"received {answer['bytes']:,} bytes, {same} at both ends"

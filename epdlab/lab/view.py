@@ -93,7 +93,7 @@ class State:
         role = str(process.facts.get("role", "")) + ("" if process.alive else " (killed)")
         mine = {key: line for key, line in lines.items() if key[0] == name}
         rows = [_row(key[1], key[2], *line) for key, line in mine.items()]
-        rows = rows or [f'<tr><td colspan="4" style="color:{_MUTED}">holds nothing</td></tr>']
+        rows = rows or [f'<tr><td colspan="4" style="{_CELL};color:{_MUTED}">holds nothing</td></tr>']
         waits = [waiting_words(w).removeprefix(f"{name} at ") for w in self.waiting if w.point.process == name]
         foot = "".join(f'<div style="{_WAITS}">waits at {escape(words)}</div>' for words in waits)
         head = f'<b>{escape(name)}</b> <span style="color:{_MUTED}">{escape(role)}</span>'
@@ -116,9 +116,13 @@ class Stop:
     means: str = ""
 
     def text(self) -> str:
-        lines = _listed("let go", _folded(self.gone)) + _listed("means", [self.means] if self.means else [])
-        lines += _listed("changed", self.changed) + _listed("waits", [waiting_words(w) for w in self.waiting])
+        lines = self.brief() + _listed("changed", self.changed)
+        lines += _listed("waits", [waiting_words(w) for w in self.waiting])
         return "\n".join(lines + _listed("note", self.notes)) or "nothing happened, and nobody waits"
+
+    def brief(self) -> list[str]:
+        """What was let go, and what that means."""
+        return _listed("let go", _folded(self.gone)) + _listed("means", [self.means] if self.means else [])
 
     __str__ = __repr__ = text
 
@@ -143,18 +147,20 @@ _INK, _MUTED = "#1B1B1B", "#5F6368"
 _PAGE = f"font:12px/1.45 system-ui,sans-serif;color:{_INK};background:#fff"
 _ROW = "display:flex;flex-wrap:wrap;gap:8px"
 _CARD = "border:1px solid #C9CCD1;border-radius:6px;padding:6px 9px;background:#fff;flex:1 1 300px"
-_TABLE = f"border-collapse:collapse;width:100%;margin:3px 0;font-size:12px;color:{_INK};background:#fff"
+_TABLE = f"table-layout:auto;border-collapse:collapse;width:100%;margin:3px 0;font-size:12px;color:{_INK};background:#fff;border:0"
+_CELL = "text-align:left;padding:1px 7px 1px 0;vertical-align:top;background:#fff;border:0;min-width:9px"
 _WAITS = "background:#FBF6C9;border-radius:4px;padding:1px 6px;margin-top:3px"
 
 
 def _row(kind: str, name: str, mark: str, text: str) -> str:
     word, colour = _MARKS.get(mark, ("", "transparent"))
     struck = "text-decoration:line-through;color:#5F6368" if mark == "-" else ""
-    cell = "text-align:left;padding:1px 6px 1px 0;vertical-align:top;background:#fff"
+    words = escape(text.replace("  ", " · "))
+    tight = f"{_CELL};width:1%;white-space:nowrap"
     return (
-        f'<tr><td title="{word}" style="{cell};width:10px;color:{colour};font-weight:700">{escape(mark.strip())}</td>'
-        f'<td style="{cell};color:{_MUTED}">{kind}</td><td style="{cell};white-space:nowrap">{escape(name)}</td>'
-        f'<td style="{cell};{struck};border-left:3px solid {colour};padding-left:6px">{escape(text)}</td></tr>'
+        f'<tr><td title="{word}" style="{tight};color:{colour};font-weight:700">{escape(mark.strip())}</td>'
+        f'<td style="{tight};color:{_MUTED}">{kind}</td><td style="{tight}">{escape(name)}</td>'
+        f'<td style="{_CELL};{struck};border-left:3px solid {colour};padding-left:6px">{words}</td></tr>'
     )
 
 

@@ -228,8 +228,17 @@ def verify_claims() -> list[str]:
     return verify(load_claims().values(), wheel_from_pip)
 
 
-def run_report(check: bool, draft: bool = False) -> int:
-    """`epdlab report [--check] [--draft]`: build, or say what differs; 0 if all is well."""
+def run_report(check: bool, draft: bool = False, traces: bool = False) -> int:
+    """`epdlab report`: build, or with `check` say what differs; 0 if all is well.
+
+    Args:
+        draft: see `build`.
+        traces: record the runs that the figures show anew, before all else.
+    """
+    if traces:
+        from .traces import record_traces
+
+        record_traces()
     if not check:
         for path in build(draft=draft):
             print(path.relative_to(ROOT))

@@ -66,7 +66,7 @@ def _race(profile: str) -> Recording:
 
 
 def _landing_pool(path: Path) -> None:
-    """Requests of two parts each land in one pool; the second gives its slot back, and the fourth goes into the hole."""
+    """Requests of two parts land in one pool; the second gives its slot back, and the fourth goes into the hole."""
     with Lab(tp=1, encoders=2, profile="hardened", model="synthetic", pool_bytes=8 * MIB) as lab:
         lab.hold("landing.free")
         for number, nbytes in enumerate((MIB, 2 * MIB, MIB // 2, MIB // 4), start=1):

@@ -154,8 +154,8 @@ class _Page:
         y0 = self._port(encoder, self.ranks.index(rank), len(self.ranks))
         y1 = self._port(rank, self.encoders.index(encoder), len(self.encoders))
         gap = min(13.0, (self.boxes[rank][2] - 10) / (3 * len(self.encoders)))
-        for k, (kind, times, text) in enumerate(_lines(link)):
-            if times:
+        for k, (kind, used, text) in enumerate(_lines(link)):
+            if used:
                 a, b = (x0, y0 + (k - 1) * 5), (x1, y1 + (k - 1) * gap)
                 self._line(kind, text, a, b, (encoder, rank))
 

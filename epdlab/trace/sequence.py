@@ -40,6 +40,8 @@ def sequence(
     max_rows: int = MAX_ROWS,
     last: int | None = None,
     waiting: Sequence[Point] = (),
+    everyone: Sequence[str] = (),
+    width: float = PAGE,
     title: str = "",
 ) -> Drawing:
     """Draw a trace.
@@ -50,6 +52,8 @@ def sequence(
         collapse: leave out what says little when it goes well.
         max_rows: refuse more rows than this; `last`: draw only the last so many.
         waiting: who is held at the gate now, drawn below.
+        everyone: processes that have a lane even before they do anything.
+        width: points the page should have; many lanes take more.
 
     Raises:
         TraceTooLarge: more than `max_rows` rows; the message says what to select.
@@ -63,8 +67,9 @@ def sequence(
     if len(found) > max_rows:
         raise _too_large(len(keep), str(len(found)), max_rows)
     idle = ("process.start", "process.census")
-    names = lanes([e for e in (events[i] for i in keep) if e.step not in idle] + [_stub(p) for p in waiting])
-    page = _Page(events, found, names, breaches, waiting, title or f"sequence of {req or 'the run'}")
+    stubs = [_stub(p.process) for p in waiting] + [_stub(name) for name in everyone]
+    names = lanes([e for e in (events[i] for i in keep) if e.step not in idle] + stubs)
+    page = _Page(events, found, names, breaches, waiting, title or f"sequence of {req or 'the run'}", width)
     return page.drawing(origin(events, keep))
 
 
@@ -75,8 +80,8 @@ def _too_large(events: int, found: str, max_rows: int) -> TraceTooLarge:
     )
 
 
-def _stub(point: Point) -> Event:
-    return Event(0, point.process, point.step, "note")
+def _stub(process: str) -> Event:
+    return Event(0, process, "process.start", "note")
 
 
 class _Page:
@@ -90,10 +95,11 @@ class _Page:
         breaches: Sequence[Breach],
         waiting: Sequence[Point],
         title: str,
+        wanted: float = PAGE,
     ) -> None:
         self.events, self.rows, self.names, self.waiting, self.title = events, found, names, waiting, title
         gaps = max(len(names) - 1, 1)
-        self.spacing = max(NARROW, min(WIDE, (PAGE - FIRST_LANE - RIGHT) / gaps))
+        self.spacing = max(NARROW, min(WIDE, (wanted - FIRST_LANE - RIGHT) / gaps))
         self.x = {name: FIRST_LANE + self.spacing * k for k, name in enumerate(names)}
         self.y = {row.at: TOP + ROW * (k + 0.5) for k, row in enumerate(found)}
         self.row_of = {index: row for row in found for index in row.events}
@@ -104,7 +110,7 @@ class _Page:
                 self.broken[row.at].append(breach)
         self.bottom = TOP + ROW * (len(found) + len(waiting)) + 6
         width = max(self.x.values(), default=FIRST_LANE) + RIGHT
-        self.page = Canvas(title, max(width, PAGE if len(names) < 4 else width))
+        self.page = Canvas(title, max(width, wanted if len(names) < 4 else width))
 
     def drawing(self, origin: int | None) -> Drawing:
         """Draw; `origin` is when the clock starts, None for no clock."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from epdlab.upstream import stage
-from epdlab.upstream.recorder import CALLER, Recorder
+from epdlab.upstream.recorder import CALLER, HOLD_LIMIT_S, Recorder
 
 CONTROL = "/_epdlab"
 POLL_S = 0.005
@@ -50,9 +50,11 @@ class Wire:
                     self._note(scope["path"], request, reply)
             await send(message)
 
-        CALLER.set(request.get("session_id"))
+        session = request.get("session_id")
+        CALLER.set(session)
         self._recorder.serving += 1
         try:
+            await _until(lambda: session not in self._recorder.parked, HOLD_LIMIT_S)
             await self._app(scope, _replay(body, receive), watched)
         except Exception:  # the app's outermost layer answers it, beyond this one
             self._note(scope["path"], request, reply)
@@ -62,6 +64,7 @@ class Wire:
 
     def _note(self, path: str, request: Message, reply: Message) -> None:
         answer = json.loads(reply["body"]) if reply["body"].startswith((b"{", b"null")) else None
+        self._recorder.answered += path == "/send"
         self._recorder.note("http", path=path, request=request, status=reply["status"], reply=answer, rc=None)
 
 
@@ -113,6 +116,16 @@ class Control:
         self.recorder.hold(key)
         return {}
 
+    async def gather(self, count: int) -> Message:
+        """See Recorder.gather."""
+        self.recorder.gather(count)
+        return {}
+
+    async def park(self, sessions: list[str]) -> Message:
+        """The /send calls of exactly these sessions are kept before the app."""
+        self.recorder.parked = set(sessions)
+        return {}
+
     async def release(self, keys: list[str]) -> Message:
         """See Recorder.release."""
         self.recorder.release(keys)
@@ -145,6 +158,10 @@ class Control:
     async def await_quiet(self, seconds: float) -> Message:
         """Waits until every request that came was answered."""
         return {"came": await _until(lambda: self.recorder.serving == 0, seconds)}
+
+    async def await_answers(self, count: int, seconds: float) -> Message:
+        """Waits until `count` /send calls were answered."""
+        return {"came": await _until(lambda: self.recorder.answered >= count, seconds)}
 
     async def await_refused(self, seconds: float) -> Message:
         """Waits until a registration of the release was refused."""

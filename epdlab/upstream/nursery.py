@@ -56,7 +56,7 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Forks on demand until standard input closes."""
     wanted = json.loads(sys.argv[1])
     stage.load(wanted["version"], wanted["folder"])
@@ -70,6 +70,7 @@ def main() -> None:
         if pid == 0:
             become(order)
         print(json.dumps({"pid": pid}), flush=True)
+    os._exit(0)  # taking a release down in order takes many seconds
 
 
 if __name__ == "__main__":

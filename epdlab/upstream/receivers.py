@@ -90,6 +90,18 @@ class Play:
     async def _hold(self, step: Step) -> None:
         await self.encoder.control("hold", key=ANY)
 
+    async def _gather(self, step: Step) -> None:
+        await self.encoder.control("gather", count=step.value)
+
+    async def _park(self, step: Step) -> None:
+        await self.encoder.control("park", sessions=[self.group.ranks[step.rank or 0].ready["session"]])
+
+    async def _unpark(self, step: Step) -> None:
+        await self.encoder.control("park", sessions=[])
+
+    async def _answers(self, step: Step) -> None:
+        await self.encoder.wait("await_answers", count=step.value)
+
     async def _held(self, step: Step) -> None:
         await self.encoder.wait("await_held", key=ANY)
 

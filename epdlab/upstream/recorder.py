@@ -6,6 +6,7 @@ library only, runs in the process of the release, and knows nothing of SGLang.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from contextvars import ContextVar
@@ -37,6 +38,23 @@ class Hold:
         self.let_go.wait(HOLD_LIMIT_S)
 
 
+class Meeting:
+    """Keeps writes from reaching the engine until all of them are there."""
+
+    def __init__(self, count: int) -> None:
+        self.missing = count
+        self._barrier = threading.Barrier(count)
+
+    def wait(self) -> None:
+        """Called by each of the writes."""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._barrier.wait(HOLD_LIMIT_S)
+
+    def call_off(self) -> None:
+        """Those that came go on."""
+        self._barrier.abort()
+
+
 class Recorder:
     """The log of one process, and the holds and faults armed in it.
 
@@ -45,6 +63,8 @@ class Recorder:
     Attributes:
         refused: whether a registration of the release was refused since the last `disarm`.
         serving: requests of the hand-off whose reply is not complete.
+        answered: /send calls that were answered since the last `disarm`.
+        parked: sessions whose /send is kept before the release's app.
     """
 
     def __init__(self) -> None:
@@ -55,6 +75,9 @@ class Recorder:
         self._faults: dict[str, int] = {}
         self.refused = False
         self.serving = 0
+        self.answered = 0
+        self.parked: set[str] = set()
+        self._meeting: Meeting | None = None
 
     def note(self, op: str, *, began: int | None = None, **facts: Any) -> None:
         """Adds one event that ends now; without `began` it has no length."""
@@ -74,6 +97,11 @@ class Recorder:
         with self._lock:
             self._holds[key] = Hold()
 
+    def gather(self, count: int) -> None:
+        """The next `count` writes wait for each other."""
+        with self._lock:
+            self._meeting = Meeting(count)
+
     def is_held(self, key: str) -> bool:
         """Whether a write to `key` came and is waiting, or did wait."""
         with self._lock:
@@ -91,6 +119,10 @@ class Recorder:
         with self._lock:
             holds = list(self._taken.values())
             self._taken, self._holds, self._faults, self.refused = {}, {}, {}, False
+            meeting, self._meeting = self._meeting, None
+            self.answered, self.parked = 0, set()
+        if meeting is not None:
+            meeting.call_off()
         for hold in holds:
             hold.let_go.set()
 
@@ -99,9 +131,12 @@ class Recorder:
         with self._lock:
             self._faults[key] = code
 
-    def meet(self, key: str) -> tuple[Hold | None, int | None]:
-        """Called by every write that begins: the hold it waits for, the code it answers instead of writing."""
+    def meet(self, key: str) -> tuple[Hold | Meeting | None, int | None]:
+        """Called by every write that begins: what it waits for, the code it answers instead of writing."""
         with self._lock:
+            if self._meeting is not None and self._meeting.missing:
+                self._meeting.missing -= 1
+                return self._meeting, None
             name = key if key in self._holds else ANY
             hold = self._holds.pop(name, None)
             if hold is not None:

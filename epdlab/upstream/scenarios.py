@@ -27,6 +27,10 @@ ENCODER_VERBS = {
 }
 RECEIVER_VERBS = {
     "ask": "request `value` reaches every rank's scheduler",
+    "gather": "the next `value` writes wait for each other just before the engine",
+    "park": "the rank's /send calls are kept before the encoder",
+    "answers": "wait until `value` /send calls were answered",
+    "unpark": "they go on",
     "hold": "the next write waits just before the engine",
     "held": "wait until that write is held",
     "release": "the held write goes on",
@@ -262,8 +266,8 @@ _REUSE = (
 _RECEIVER = (
     Scenario(
         "end_to_end_pool",
-        "Two receiver ranks and one encoder, the landing pool on: what is on the wire?",
-        (Step("ask", value=1), Step("run", value=1), Step("look", value=1)),
+        "Two receiver ranks and one encoder, two images, the landing pool on: what is on the wire?",
+        (Step("gather", value=4), Step("ask", value=1), Step("run", value=1), Step("look", value=1)),
         role="receiver",
         nbytes=MIB,
         pool_mib=4,
@@ -272,7 +276,18 @@ _RECEIVER = (
     Scenario(
         "end_to_end_per_request",
         "The same with a landing buffer for each request.",
-        (Step("ask", value=1), Step("run", value=1), Step("look", value=1)),
+        (Step("gather", value=4), Step("ask", value=1), Step("run", value=1), Step("look", value=1)),
+        role="receiver",
+        nbytes=MIB,
+        repeat=1,
+    ),
+    Scenario(
+        "end_to_end_staggered",
+        "The same with a rank whose /send calls come after its sibling's were answered: do both get the request?",
+        (
+            *(Step("park", 1), Step("ask", value=1), Step("answers", value=2), Step("unpark")),
+            *(Step("run", value=1), Step("look", value=1)),
+        ),
         role="receiver",
         nbytes=MIB,
         repeat=1,

@@ -81,7 +81,7 @@ def _shared(canvas: Canvas) -> None:
 
 
 def _data_paths(canvas: Canvas) -> None:
-    canvas.rect(12, PATHS, 856, 154, Look(c.RULE, "#fafbfc"), radius=8, width=1)
+    canvas.rect(12, PATHS, 856, 162, Look(c.RULE, "#fafbfc"), radius=8, width=1)
     canvas.text(26, PATHS + 22, "Where the bytes go", size=13.5, bold=True)
     y = PATHS + 44
     for x, w, look, title, lines in (
