@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("epdlab: interrupted; every process was ended", file=sys.stderr)
         return 130
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            print(f"epdlab: {' '.join(str(error).split())}", file=sys.stderr)
-            return 1
+    except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads on; do not fail again at exit
+        return 1
+    except OSError as error:
+        print(f"epdlab: {error}", file=sys.stderr)
         return 1
 
 
@@ -248,8 +248,8 @@ def _add_bench(commands: Any) -> None:
 
         return _finish(bench.run(chosen.name, chosen.quick, chosen.write, _sayer(chosen.json)), chosen.json)
 
-    parser = _command(commands, "bench", "measure: transfer, landing, steps, store, explore", run)
-    parser.add_argument("name", choices=("transfer", "landing", "steps", "store", "explore"))
+    parser = _command(commands, "bench", "measure: transfer, landing, steps, store, explore, race", run)
+    parser.add_argument("name", choices=("transfer", "landing", "steps", "store", "explore", "race"))
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
 
@@ -258,10 +258,12 @@ def _add_report(commands: Any) -> None:
     def run(chosen: argparse.Namespace) -> int:
         from .report.build import run_report
 
-        return run_report(check=chosen.check)
+        return run_report(check=chosen.check, draft=chosen.draft, traces=chosen.traces)
 
     parser = _command(commands, "report", "build REPORT.md from texts, claims, results and figures", run, as_json=False)
     parser.add_argument("--check", action="store_true", help="only say whether the files are what the build gives")
+    parser.add_argument("--draft", action="store_true", help="build although numbers are missing, and mark them")
+    parser.add_argument("--traces", action="store_true", help="record the runs that the figures show anew")
 
 
 def _add_lab(commands: Any) -> None:

@@ -169,10 +169,18 @@ class ControlClient:
                     return
                 self._spawn(self._answer(message))
             elif isinstance(message, SetPatterns):
-                self._patterns = message.patterns
-                self._left = [pattern.times for pattern in message.patterns]
+                self._replace(message.patterns)
             elif message.ticket in self._held and not self._held[message.ticket].done():
                 self._held[message.ticket].set_result(message.decision)
+
+    def _replace(self, patterns: list[Pattern]) -> None:
+        """Take new patterns; one that was there before and is partly used up stays so."""
+        before = list(zip(self._patterns, self._left, strict=True))
+        self._patterns, self._left = patterns, []
+        for pattern in patterns:
+            used = next((old for old in before if old[0] == pattern), (pattern, pattern.times))
+            self._left.append(used[1])
+            before = [old for old in before if old is not used]
 
     async def _answer(self, call: Call) -> None:
         try:

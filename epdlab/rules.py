@@ -8,6 +8,7 @@ The cells are claims about upstream code and are checked line by line (epdlab/re
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -84,6 +85,10 @@ class Profile:
         """The same profile with one rule taken away, for the ablation table."""
         return replace(self, name=f"{self.name}-{rule.value}", rules=self.rules - {rule})
 
+    def plus(self, rule: Rule) -> Profile:
+        """The same profile with one rule more, to switch rules on one at a time."""
+        return replace(self, name=f"{self.name}+{rule.value}", rules=self.rules | {rule})
+
 
 _SHARED = frozenset({Rule.SHARED_REGISTRATION, Rule.DEFERRED_DEREGISTER, Rule.KEEP_EMBEDDING})
 _HTTP = frozenset({Rule.NOTIFY_ERRORS, Rule.CHECK_REQUEST_ID})
@@ -128,15 +133,16 @@ DEFAULT_PROFILE = "hardened"
 
 
 def profile(name: str) -> Profile:
-    """The profile called `name`; `hardened-RULE` is `hardened` without that rule.
+    """The profile called `name`; `NAME-RULE` is the profile NAME without that rule, `NAME+RULE` with it, and so on.
 
     Raises:
         UsageError: no such profile; names the nearest ones.
     """
     if name in PROFILES:
         return PROFILES[name]
-    base, _, rule = name.rpartition("-")
-    if base in PROFILES and rule in {r.value for r in Rule}:
-        return PROFILES[base].without(Rule(rule))
+    found = re.fullmatch(r"(.+)([-+])([a-z_]+)", name)
+    if found and found[3] in {r.value for r in Rule}:
+        base, rule = profile(found[1]), Rule(found[3])
+        return base.plus(rule) if found[2] == "+" else base.without(rule)
     near = difflib.get_close_matches(name, PROFILES, n=2) or list(PROFILES)
     raise UsageError(f"no profile {name!r}; use {', '.join(near)}")

@@ -7,14 +7,16 @@ from importlib import import_module
 from typing import Any
 
 Say = Callable[[str], None]
+RESULT_NAMES = {"race": "race"}
 
 
 def run(name: str, quick: bool, write: bool, say: Say) -> dict[str, Any]:
-    """Run one benchmark; its figures, kept in results/bench_NAME.json if `write`."""
+    """Run one benchmark; its figures, kept in results/bench_NAME.json (the race in results/race.json) if `write`."""
     module = import_module(f".{name}", __name__)
     answer: dict[str, Any] = getattr(module, f"bench_{name}")(quick, say)
     if write:
         from ..report.results import write_result
 
-        say(f"kept in {write_result(f'bench_{name}', answer, f'python -m epdlab bench {name} --write')}")
+        kept = write_result(RESULT_NAMES.get(name, f"bench_{name}"), answer, f"python -m epdlab bench {name} --write")
+        say(f"kept in {kept.name}")
     return answer

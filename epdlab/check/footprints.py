@@ -114,6 +114,7 @@ def _is_trouble(event: Event) -> bool:
 class PartState(NamedTuple):
     """What different steps read and change of a part on the encoder."""
 
+    key: str
     known: bool
     state: tuple[object, bool]
     buffer: bool
@@ -124,8 +125,8 @@ class PartState(NamedTuple):
     registrar: bool
 
 
-_NO_PART = PartState(False, (None, True), False, 0, 0, 0, False, False)
-_MODES: tuple[Mode, ...] = ("w", "w", "w", "w", "c", "w", "w", "w")
+_NO_PART = PartState("", False, (None, True), False, 0, 0, 0, False, False)
+_MODES: tuple[Mode, ...] = ("r", "w", "w", "w", "w", "c", "w", "w", "w")
 
 
 class EncoderFootprints:
@@ -136,7 +137,8 @@ class EncoderFootprints:
         self._encoder, self._ledger, self._tp = encoder, ledger, scenario.tp
         self._early, self._shared = rules.early_release, rules.has(Rule.SHARED_REGISTRATION)
         self._drains = rules.has(Rule.DRAIN_BEFORE_RELEASE)
-        self._parts: dict[str, PartState] = {}
+        self._numbers: dict[EmbeddingData, int] = {}
+        self._parts: dict[int, PartState] = {}
 
     def take(self, point: Point | None) -> None:
         """Touch what the input just taken touched; `point`: the step it took, if it took one."""
@@ -146,12 +148,17 @@ class EncoderFootprints:
         if before != self._parts:
             self._changes(before, self._parts)
 
-    def _reads(self, point: Point, before: dict[str, PartState]) -> None:
+    def see(self) -> None:
+        """Number the parts, in the order in which they were made: call it after every input."""
+        for part in self._encoder.parts.values():
+            self._numbers.setdefault(part, len(self._numbers))
+
+    def _reads(self, point: Point, before: dict[int, PartState]) -> None:
         touch, key, step = self._ledger.touch, f"{point.req}/part{point.part}", point.step
         if step == "encode.serve":
             touch(("known", key), "r")
         elif step == "send.lookup":
-            self._looks_up(key, before.get(key, _NO_PART))
+            self._looks_up(key, next((p for p in before.values() if p.key == key and p.known), _NO_PART))
         elif step == "encode.forward" and point.phase == "end":
             touch(("queue",), "w")
         elif point.rank is None:
@@ -184,27 +191,30 @@ class EncoderFootprints:
                 touch(("sends", key), "j")
             touch(("kept", key), "r")
 
-    def _changes(self, before: dict[str, PartState], now: dict[str, PartState]) -> None:
+    def _changes(self, before: dict[int, PartState], now: dict[int, PartState]) -> None:
         touch = self._ledger.touch
-        for key in {**before, **now}:
-            old, new = before.get(key, _NO_PART), now.get(key, _NO_PART)
+        for number in {**before, **now}:
+            old, new = before.get(number, _NO_PART), now.get(number, _NO_PART)
             if old is _NO_PART:
                 touch(("queue",), "w")
             for group, mode, was, is_ in zip(PartState._fields, _MODES, old, new, strict=True):
-                if was != is_:
-                    touch((group, key), mode)
+                if was != is_ and group != "key":
+                    touch((group, new.key or old.key), mode)
             if self._early and new.served >= self._tp:
-                touch(("state", key), "r")
+                touch(("state", new.key), "r")
 
-    def _states(self) -> dict[str, PartState]:
-        encoder = self._encoder
-        states = {part.key: self._state(part, False) for part in encoder.releasing}
-        for key, part in encoder.parts.items():
-            states[key] = self._state(part, True)
+    def _states(self) -> dict[int, PartState]:
+        """The parts there are, by number: two can have one key, if one of them is on its way out."""
+        self.see()
+        encoder, numbers = self._encoder, self._numbers
+        states = {numbers[part]: self._state(part, False) for part in encoder.releasing}
+        for part in encoder.parts.values():
+            states[numbers[part]] = self._state(part, True)
         return states
 
     def _state(self, part: EmbeddingData, known: bool) -> PartState:
         return PartState(
+            part.key,
             known,
             (part.state, part.error is None),
             part.buffer is not None,
@@ -236,6 +246,9 @@ class RankFootprints:
             before, self._room = self._room, self._measured()
             if before != self._room:
                 self._ledger.touch(("pool", self._process), "w")
+
+    def see(self) -> None:
+        """Nothing to number here."""
 
     def _reads(self, point: Point, trouble: bool) -> None:
         touch, step = self._ledger.touch, point.step

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
@@ -33,15 +32,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.causes: dict[asyncio.Task[Any] | None, int] = {None: 0}
         self._ready: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Make this the running loop."""
+    def enter(self) -> Any:
+        """Make this the running loop; what was before, for `leave`."""
         outer = events._get_running_loop()
         events._set_running_loop(self)
-        try:
-            yield
-        finally:
-            events._set_running_loop(outer)
+        return outer
+
+    def leave(self, outer: Any) -> None:
+        events._set_running_loop(outer)
 
     def run_ready(self) -> None:
         """Run until nothing is ready: every task waits for something. The loop must be entered."""
@@ -53,11 +51,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def abandon(self) -> None:
         """Let go of every task that has not ended, without running it any further."""
         self._ready.clear()
-        with self.entered():
-            for task in self.tasks:  # it grows while tasks clean up
-                if not task.done():
-                    task._log_destroy_pending = False  # type: ignore[attr-defined]
-                    _close(task.get_coro())
+        outer = self.enter()
+        for task in self.tasks:  # it grows while tasks clean up
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                _close(task.get_coro())
+        self.leave(outer)
         self.tasks.clear()
         self.causes.clear()
         self._ready.clear()

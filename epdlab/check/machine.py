@@ -9,7 +9,7 @@ on, holds their memory and takes the decisions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from .footprints import EncoderFootprints, Ledger, RankFootprints, Thing
 from .loop import VirtualLoop
 from .machine_ports import MEMORY_BYTES, MachineClock, MachineEngine, MachineLink, Message, ModelTower, Setting, at_once
 from .model_engine import Mode, ModelMemory
-from .scenario import ENCODER, Scenario
+from .scenario import ENCODER, Move, Scenario
 
 POOL_BYTES = 256
 PORTS_PER_PROCESS = 1000
@@ -49,6 +49,7 @@ class Gate(NamedTuple):
     """A step that waits: its number in this machine, what it is, and the inputs it stems from (a bit mask)."""
 
     number: int
+    move: Move
     point: Point
     cause: int
 
@@ -91,6 +92,8 @@ class Outcome:
 class Machine:
     """What sender and receiver have in common: the gate and the ports."""
 
+    prints: EncoderFootprints | RankFootprints
+
     def __init__(self, process: str, number: int, scenario: Scenario) -> None:
         self.process, self.scenario, self.profile = process, scenario, scenario.rules
         self.loop, self.ledger = VirtualLoop(), Ledger()
@@ -100,6 +103,7 @@ class Machine:
         self.link, self.clock = MachineLink(self, PORTS_PER_PROCESS * (number + 1)), MachineClock(self)
         self._held: dict[int, tuple[Point, asyncio.Future[Any], asyncio.Task[Any] | None]] = {}
         self._gates = 0
+        self._seen: dict[tuple[object, ...], int] = {}
         self._pass_once: str | None = None
         self._write_ended = False
 
@@ -110,16 +114,35 @@ class Machine:
         if self.loop.inputs:  # the first outcome tells of the set-up too
             self._report_to(Outcome())
         out = self.out
-        self.loop.inputs += 1
-        with self.loop.entered():
-            about = self._HANDLERS[happens[0]](self, *happens[1:])
-            self.loop.run_ready()
-        out.gone = [number for number, held in self._held.items() if held[1].done()]
-        for number in out.gone:
-            del self._held[number]
-        self._footprint(about)
+        about = self._run(happens)
+        self.prints.take(about)
         self._reap()
         return out
+
+    def lead(self, inputs: Sequence[Input]) -> None:
+        """Let all this happen once more, without an outcome."""
+        record, self.steps.record = self.steps.record, None
+        for happens in inputs:
+            self._run(happens)
+            self.prints.see()
+        self.steps.record = record
+        self._report_to(Outcome())
+        self.prints.take(None)
+
+    def _run(self, happens: Input) -> Point | None:
+        loop = self.loop
+        loop.inputs += 1
+        outer = loop.enter()
+        try:
+            about = self._HANDLERS[happens[0]](self, *happens[1:])
+            loop.run_ready()
+        finally:
+            loop.leave(outer)
+        gone = [number for number, held in self._held.items() if held[1].done()]
+        for number in gone:
+            del self._held[number]
+            self.out.gone.append(number)
+        return about
 
     def _report_to(self, out: Outcome) -> None:
         self.out, self.ledger.events, self.ledger.touched, self.ledger.pokes = out, out.events, out.touched, out.pokes
@@ -168,9 +191,6 @@ class Machine:
     def _census(self) -> None:
         raise NotImplementedError
 
-    def _footprint(self, about: Point | None) -> None:
-        raise NotImplementedError
-
     _HANDLERS: dict[str, Callable[..., Point | None]] = {
         "take": _take,
         "timer": _timer,
@@ -212,7 +232,9 @@ class Machine:
         number, self._gates = self._gates, self._gates + 1
         task = self.loop.running()
         self._held[number] = (point, future, task)
-        self.out.gates.append(Gate(number, point, self.loop.causes[task] | self.loop.now_bit))
+        labels = (point.process, point.step, point.phase, point.req, point.part, point.rank)
+        nth = self._seen[labels] = self._seen.get(labels, -1) + 1
+        self.out.gates.append(Gate(number, Move(*labels, nth), point, self.loop.causes[task] | self.loop.now_bit))
         return future
 
     def passed(self) -> asyncio.Future[Decision]:
@@ -232,11 +254,13 @@ class Machine:
     def pass_at_once(self, step: str, work: Coroutine[Any, Any, object]) -> None:
         """Run work of the set-up that passes one step and waits for nothing."""
         self._pass_once = step
-        with self.loop.entered():
-            at_once(work)
+        outer = self.loop.enter()
+        at_once(work)
+        self.loop.leave(outer)
 
     def close(self) -> None:
         """Let go of everything that still waits. A machine refers to itself everywhere: this ends it."""
+        self._report_to(Outcome())
         self.loop.abandon()
         self.steps.gate = self.steps.record = None
         self.__dict__.clear()
@@ -250,10 +274,7 @@ class EncoderMachine(Machine):
         tower = ModelTower(self.engine.memory)
         self.core = MMEncoder(tower, self.engine, self.link, self.clock, self.steps, self.profile)
         at_once(self.core.start())
-        self._prints = EncoderFootprints(self.core, self.ledger, scenario)
-
-    def _footprint(self, about: Point | None) -> None:
-        self._prints.take(about)
+        self.prints = EncoderFootprints(self.core, self.ledger, scenario)
 
     def _census(self) -> None:
         self.steps.note("process.census", data=self.core.census())
@@ -267,7 +288,7 @@ class RankMachine(Machine):
         config = ReceiverConfig(rank, scenario.tp, (f"http://{ENCODER}",))
         landing = self._landing()
         self.core = MMReceiver(config, self.engine, landing, self.link, self.clock, self.steps, self.profile)
-        self._prints = RankFootprints(self.core, self.ledger)
+        self.prints = RankFootprints(self.core, self.ledger)
         self._requests: dict[int, asyncio.Task[None]] = {}
 
     def _landing(self) -> Landing:
@@ -300,9 +321,6 @@ class RankMachine(Machine):
         self.steps.note("request.cancel", req=f"q{number + 1}", rank=self.core.config.rank)
         self._requests[number].cancel()
         return Point(self.process, "request.cancel", "note", f"q{number + 1}", None, self.core.config.rank)
-
-    def _footprint(self, about: Point | None) -> None:
-        self._prints.take(about)
 
     def _census(self) -> None:
         regions = len(self.engine.regions) - self.scenario.pool

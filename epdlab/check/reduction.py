@@ -118,7 +118,7 @@ class Search:
         """Each complete order, once per class of equivalent ones. Judge a run before asking for the next."""
         first = self.world.start()
         if not self._nodes:
-            self._arrive(first.state)
+            self._arrive(first.state, self.world.enabled(first.state), [])
         while not self.exhausted:
             run = self._run(first)
             if run is None:
@@ -133,25 +133,21 @@ class Search:
         nodes = self._nodes
         while (move := nodes[-1].next()) is not None:
             taken = self._take(nodes[-1], move)
-            state, before = self._settled(taken.state)
-            if not self.world.enabled(state):
+            state, before = taken.state, []
+            enabled = self.world.enabled(state)
+            while not enabled and (slept := self.world.sleep(state)) is not None:
+                state = slept.state
+                before += slept.events
+                enabled = self.world.enabled(state)
+            if not enabled:
                 end = self.world.finish(state)
                 return Run(nodes, first.events, before + end.events, taken.defects + end.defects)
-            self._arrive(state, before)
+            self._arrive(state, enabled, before)
         return None
 
-    def _settled(self, state: State) -> tuple[State, list[Event]]:
-        """While no move is left, let time advance; the events of that."""
-        events: list[Event] = []
-        while not self.world.enabled(state) and (slept := self.world.sleep(state)) is not None:
-            state = slept.state
-            events += slept.events
-        return state, events
-
-    def _arrive(self, state: State, before: list[Event] | None = None) -> None:
+    def _arrive(self, state: State, enabled: list[Move], before: list[Event]) -> None:
         """The next node: what was enabled before keeps its birth; what is new was brought up by the last move."""
         self.states += 1
-        enabled = self.world.enabled(state)
         if not self._nodes:
             node = Node(state, [], dict.fromkeys(enabled, 0), {})
         else:
@@ -159,8 +155,8 @@ class Search:
             slept = state.now > last.state.now
             born = {m: last.enabled[m] if m in last.enabled else self._birth(state, m, slept) for m in enabled}
             asleep = {m: f for m, f in last.asleep.items() if m in born and independent(f, last.touched)}
-            node = Node(state, before or [], born, asleep)
-            last.todo += [m for m in last.enabled if m not in born and m != last.move and m not in last.todo]
+            node = Node(state, before, born, asleep)
+            last.todo += [m for m in last.enabled if m not in born and m not in last.tried and m not in last.todo]
         node.todo = enabled if self.reduction == "none" else [m for m in enabled if m not in node.asleep][:1]
         self._nodes.append(node)
 

@@ -62,9 +62,9 @@ class Remembered:
         if self._machine is None or self._at is not history:
             self.close()
             self._machine = self._build()
-            for happened in history.inputs():
-                self._machine.feed(happened)
-                self.run += 1
+            inputs = history.inputs()
+            self._machine.lead(inputs)
+            self.run += len(inputs)
         self.run += 1
         return self._machine
 

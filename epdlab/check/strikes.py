@@ -59,9 +59,9 @@ class AtStep(Striker):
         self.target, self._answer = fault.target, self.ANSWERS[fault.kind]
 
     def decide(self, turn: Turn, point: Point) -> object:
-        if turn.struck or not self.target.matches(point):
+        if turn.state.struck or not self.target.matches(point):
             return None
-        turn.struck = True
+        turn.state.struck = True
         turn.touch(("fault",), "w")
         return self._answer
 
@@ -76,16 +76,16 @@ class RegisterRefused(AtStep):
         assert asked.address is not None and asked.bytes is not None
         process = turn.world.names.index(asked.process)
         span = {"address": asked.address, "bytes": asked.bytes // 2}
-        turn.claim = {"req": OTHER, "region": f"{asked.process}.{OTHER}#1"} | span
+        turn.state.claim = {"req": OTHER, "region": f"{asked.process}.{OTHER}#1"} | span
         turn.feed(process, ("claim", asked.address, asked.bytes // 2))
-        turn.note(process, "mr.register", "end", result=OK, **turn.claim)
-        turn.note(process, "transfer.write", "begin", **turn.claim)
+        turn.note(process, "mr.register", "end", result=OK, **turn.state.claim)
+        turn.note(process, "transfer.write", "begin", **turn.state.claim)
 
     def finish(self, turn: Turn) -> None:
-        process, claim = turn.world.names.index(self.target.process), turn.claim
-        if claim is None or process in turn.dead:
+        process, claim = turn.world.names.index(self.target.process), turn.state.claim
+        if claim is None or process in turn.state.dead:
             return
-        held = covered(turn.regions[process], claim["address"], claim["bytes"])
+        held = covered(turn.state.regions[process], claim["address"], claim["bytes"])
         turn.feed(process, ("claim", claim["address"], 0))
         turn.note(process, "transfer.write", "end", result=OK if held else FAILED, **claim)
         turn.note(process, "mr.deregister", "end", result=OK if held else -3, **claim)
@@ -127,11 +127,11 @@ class TimerFires(AnyTime):
         return self._timer(state) is not None
 
     def strike(self, turn: Turn) -> None:
-        timer = self._timer(turn)
+        timer = self._timer(turn.state)
         assert timer is not None
         turn.fire(timer, at_once=True)
 
-    def _timer(self, state: State | Turn) -> Timer | None:
+    def _timer(self, state: State) -> Timer | None:
         assert self.fault is not None
         name, target = self.NAMES[self.fault.kind], self.fault.target
         for timer in state.timers:
@@ -151,16 +151,16 @@ class EncoderDies(AnyTime):
     def strike(self, turn: Turn) -> None:
         turn.note(0, "process.kill", "begin", fault="kill")
         turn.touch(("process",), "w")
-        turn.dead |= {0}
-        turn.waiting = {move: held for move, held in turn.waiting.items() if held.process != 0}
-        turn.timers = tuple(timer for timer in turn.timers if timer.process != 0)
-        for flying in turn.writes.values():
+        turn.state.dead |= {0}
+        turn.state.waiting = {move: held for move, held in turn.state.waiting.items() if held.process != 0}
+        turn.state.timers = tuple(timer for timer in turn.state.timers if timer.process != 0)
+        for flying in turn.state.writes.values():
             turn.lands_late(flying)
-        turn.writes = {}
-        for client, number in sorted(turn.posts):
+        turn.state.writes = {}
+        for client, number in sorted(turn.state.posts):
             turn.touch(("inbox", turn.world.names[client]), "c")
             turn.feed(client, ("answer", number, GONE))
-        turn.posts = frozenset()
+        turn.state.posts = frozenset()
 
 
 _AT_STEP: dict[str, type[AtStep]] = {"register_refused": RegisterRefused}

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..steps import Event, Phase, Point
 from .footprints import Thing, Touched, add
-from .machine import EncoderMachine, Input, Outcome, RankMachine, Writing
-from .machine_ports import MEMORY_BYTES, Message, Setting
+from .machine import EncoderMachine, Gate, Input, Outcome, RankMachine, Writing
+from .machine_ports import MEMORY_BYTES, Message
 from .model_engine import BASE, FAILED, OK, POISON, Mode, Regions, cells, covered
 from .remembered import History, Remembered
 from .scenario import ENCODER, Fault, Move, Scenario
@@ -32,8 +32,7 @@ class Held(NamedTuple):
     """A step at the gate of a process; `birth` is a bit mask of the moves it stems from."""
 
     process: int
-    gate: int
-    point: Point
+    gate: Gate
     birth: int
 
 
@@ -44,6 +43,7 @@ class Timer(NamedTuple):
     process: int
     number: int
     name: str
+    seconds: float
     labels: tuple[tuple[str, Any], ...]
 
 
@@ -62,18 +62,17 @@ class State:
     """A quiet moment. Its parts are replaced, never changed.
 
     Attributes:
-        histories, memory, regions, causes: one per process; causes tells the moves that each input stems from.
-        waiting: the steps that wait at a gate, in the order they came. seen: how often a step came up.
+        histories, causes, memory, regions: one per process; causes tells the moves that each input stems from.
+        waiting: the steps that wait at a gate, in the order they came.
         sockets: whose each open port is. posts: those not answered yet. ended: requests that are over.
         writes: in flight. late: writes that have answered and will land. moves: how many there were.
     """
 
     histories: tuple[History, ...]
+    causes: tuple[tuple[int, ...], ...]
     memory: tuple[bytes, ...]
     regions: tuple[Regions, ...]
-    causes: tuple[tuple[int, ...], ...]
     waiting: dict[Move, Held] = field(default_factory=dict)
-    seen: dict[tuple[object, ...], int] = field(default_factory=dict)
     timers: tuple[Timer, ...] = ()
     sockets: dict[int, int] = field(default_factory=dict)
     posts: frozenset[tuple[int, int]] = frozenset()
@@ -86,32 +85,13 @@ class State:
     struck: bool = False
     claim: dict[str, Any] | None = None
 
-
-class Turn:
-    """One move being taken: the state it leads to, the events and what it touched."""
-
-    def __init__(self, world: World, state: State, cause: int) -> None:
-        self.world, self.cause = world, cause
-        self.histories, self.memory = list(state.histories), list(state.memory)
-        self.regions, self.causes = list(state.regions), list(state.causes)
-        self.waiting, self.seen = dict(state.waiting), state.seen
-        self.timers, self.sockets, self.posts = state.timers, state.sockets, state.posts
-        self.writes, self.late, self.ended, self.dead = state.writes, state.late, state.ended, state.dead
-        self.now, self.moves, self.struck, self.claim = state.now, state.moves, state.struck, state.claim
-        self.events: list[Event] = []
-        self.touched: Touched = {}
-        self.defects: list[str] = []
-        self._inputs: deque[tuple[int, Input, int]] = deque()
-
-    def state(self) -> State:
-        """The state after the move."""
+    def copy(self) -> State:
         return State(
-            tuple(self.histories),
-            tuple(self.memory),
-            tuple(self.regions),
-            tuple(self.causes),
+            self.histories,
+            self.causes,
+            self.memory,
+            self.regions,
             self.waiting,
-            self.seen,
             self.timers,
             self.sockets,
             self.posts,
@@ -125,6 +105,26 @@ class Turn:
             self.claim,
         )
 
+
+T = TypeVar("T")
+
+
+def _replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+class Turn:
+    """One move being taken: the state it leads to, the events, and what it touched."""
+
+    __slots__ = ("_inputs", "cause", "defects", "events", "state", "touched", "world")
+
+    def __init__(self, world: World, state: State, cause: int) -> None:
+        self.world, self.state, self.cause = world, state.copy(), cause
+        self.events: list[Event] = []
+        self.touched: Touched = {}
+        self.defects: list[str] = []
+        self._inputs: deque[tuple[int, Input, int]] = deque()
+
     def touch(self, thing: Thing, mode: Mode) -> None:
         add(self.touched, thing, mode)
 
@@ -134,23 +134,29 @@ class Turn:
 
     # ---- processes -----------------------------------------------------------------------------------------------
 
-    def feed(self, process: int, happens: Input, cause: int | None = None) -> None:
+    def feed(self, process: int, happens: Input) -> None:
         """Something happens to a process, and whatever follows from it, in all processes."""
-        self._inputs.append((process, happens, self.cause if cause is None else cause))
-        while self._inputs:
-            self._feed(*self._inputs.popleft())
+        inputs = self._inputs
+        inputs.append((process, happens, self.cause))
+        while inputs:
+            process, happens, cause = inputs.popleft()
+            if process not in self.state.dead:
+                self._feed(process, happens, cause)
 
     def _feed(self, process: int, happens: Input, cause: int) -> None:
-        if process in self.dead:
-            return
-        history = self.world.processes[process].feed(self.histories[process], happens)
-        self.histories[process], out = history, history.outcome
-        self.causes[process] += (cause,)
+        state = self.state
+        history = self.world.processes[process].feed(state.histories[process], happens)
+        state.histories = _replaced(state.histories, process, history)
+        state.causes = _replaced(state.causes, process, (*state.causes[process], cause))
+        out = history.outcome
         self.events += out.events
-        for thing, mode in out.touched.items():
-            add(self.touched, thing, mode)
-        if out.gates or out.gone:
-            self._gates(process, out)
+        if out.touched:
+            self._touch_all(out.touched)
+        if out.gone:
+            gone = set(out.gone)
+            state.waiting = {m: h for m, h in state.waiting.items() if h.process != process or h.gate.number not in gone}
+        if out.gates:
+            self._gates(process, out.gates)
         if out.timers or out.cancelled:
             self._timers(process, out)
         for address, data in out.pokes:
@@ -159,48 +165,54 @@ class Turn:
             self._region(process, address, nbytes)
         if out.writing is not None:
             self._begin_write(process, out.writing)
-        self.ended |= {(process, number) for number in out.ended}
+        if out.ended:
+            state.ended |= {(process, number) for number in out.ended}
         self.defects += out.defects
         for message in out.messages:
             self._MESSAGES[message.kind](self, process, message)
 
-    def _gates(self, process: int, out: Outcome) -> None:
-        if out.gone:
-            gone = set(out.gone)
-            self.waiting = {m: h for m, h in self.waiting.items() if h.process != process or h.gate not in gone}
-        for number, point, cause in out.gates:
-            labels = (point.process, point.step, point.phase, point.req, point.part, point.rank)
-            nth = self.seen.get(labels, 0)
-            self.seen = {**self.seen, labels: nth + 1}
-            self.waiting[Move(*labels, nth)] = Held(process, number, point, self._stems_from(process, cause))
+    def _touch_all(self, touched: Touched) -> None:
+        if self.touched:
+            for thing, mode in touched.items():
+                add(self.touched, thing, mode)
+        else:
+            self.touched = dict(touched)
+
+    def _gates(self, process: int, gates: list[Gate]) -> None:
+        waiting = dict(self.state.waiting)
+        for gate in gates:
+            waiting[gate.move] = Held(process, gate, self._stems_from(process, gate.cause))
+        self.state.waiting = waiting
 
     def _stems_from(self, process: int, cause: int) -> int:
         """The moves that inputs of a process (a bit mask) stem from (a bit mask)."""
-        causes, moves, index = self.causes[process], 0, 0
+        causes, moves = self.state.causes[process], 0
         while cause:
-            if cause & 1:
-                moves |= causes[index]
-            cause >>= 1
-            index += 1
+            moves |= causes[cause.bit_length() - 1]
+            cause ^= 1 << cause.bit_length() - 1
         return moves
 
     def _timers(self, process: int, out: Outcome) -> None:
-        kept = [t for t in self.timers if t.process != process or t.number not in out.cancelled]
-        new = [Timer(self.now + s.seconds, process, s.number, s.name, s.labels) for s in out.timers]
-        self.timers = (*kept, *(timer for timer in new if timer.number not in out.cancelled))
+        state, cancelled = self.state, out.cancelled
+        kept = [t for t in state.timers if t.process != process or t.number not in cancelled]
+        new = [Timer(state.now + s.seconds, process, *s) for s in out.timers if s.number not in cancelled]
+        state.timers = (*kept, *new)
 
     def _region(self, process: int, address: int, nbytes: int) -> None:
-        regions = {start: size for start, size in self.regions[process].items() if start != address}
-        self.regions[process] = {**regions, address: nbytes} if nbytes else regions
+        regions = {start: size for start, size in self.state.regions[process].items() if start != address}
+        if nbytes:
+            regions[address] = nbytes
+        self.state.regions = _replaced(self.state.regions, process, regions)
 
     def poke(self, process: int, address: int, data: bytes) -> None:
         """Bytes of a process's memory change."""
-        at, memory = address - BASE, self.memory[process]
-        self.memory[process] = memory[:at] + data + memory[at + len(data) :]
+        at, memory = address - BASE, self.state.memory[process]
+        changed = memory[:at] + data + memory[at + len(data) :]
+        self.state.memory = _replaced(self.state.memory, process, changed)
 
     def fire(self, timer: Timer, at_once: bool) -> None:
         """A timer fires; `at_once`: the step it leads to is not held."""
-        self.timers = tuple(other for other in self.timers if other is not timer)
+        self.state.timers = tuple(other for other in self.state.timers if other is not timer)
         self.feed(timer.process, ("timer", timer.number, at_once))
 
     # ---- messages ------------------------------------------------------------------------------------------------
@@ -209,33 +221,33 @@ class Turn:
         cause = self._stems_from(process, message.cause)
         if self.world.mortal:
             self.touch(("process",), "r")
-        if 0 in self.dead:
+        if 0 in self.state.dead:
             self._inputs.append((process, ("answer", message.number, GONE), cause))
             return
-        self.posts |= {(process, message.number)}
+        self.state.posts |= {(process, message.number)}
         path = "/" + message.where.rpartition("/")[2]
         self._inputs.append((0, ("request", path, message.payload, (process, message.number)), cause))
 
     def _answer(self, process: int, message: Message) -> None:
-        if message.number in self.posts:
+        if message.number in self.state.posts:
             client, number = message.number
-            self.posts -= {message.number}
+            self.state.posts -= {message.number}
             self.touch(("inbox", self.world.names[client]), "c")
             self._inputs.append((client, ("answer", number, message.payload), self._stems_from(process, message.cause)))
 
     def _push(self, process: int, message: Message) -> None:
         cause, port = self._stems_from(process, message.cause), int(message.where.rpartition(":")[2])
         self.touch(("port", port), "w")
-        open_ = port in self.sockets
+        open_ = port in self.state.sockets
         if open_:
-            self._inputs.append((self.sockets[port], ("frame", port, message.payload), cause))
+            self._inputs.append((self.state.sockets[port], ("frame", port, message.payload), cause))
         self._inputs.append((process, ("pushed", message.number, open_), cause))
 
     def _open(self, process: int, message: Message) -> None:
-        self.sockets = {**self.sockets, message.number: process}
+        self.state.sockets = {**self.state.sockets, message.number: process}
 
     def _close(self, process: int, message: Message) -> None:
-        self.sockets = {port: owner for port, owner in self.sockets.items() if port != message.number}
+        self.state.sockets = {port: owner for port, owner in self.state.sockets.items() if port != message.number}
 
     _MESSAGES = {"post": _post, "answer": _answer, "push": _push, "open": _open, "close": _close}
 
@@ -248,12 +260,12 @@ class Turn:
         self._touch_write(flying)
         if not flying.failed:
             self._land(flying, 0, writing.nbytes // 2)
-        self.writes = {**self.writes, _about(writing.point): flying}
+        self.state.writes = {**self.state.writes, _about(writing.point): flying}
 
     def end_write(self, about: About, late: bool) -> int:
         """The write's code: RDMA's rule once more. A late one answers -1, and lands by a move of its own."""
-        flying = self.writes[about]
-        self.writes = {key: other for key, other in self.writes.items() if key != about}
+        flying = self.state.writes[about]
+        self.state.writes = {key: other for key, other in self.state.writes.items() if key != about}
         self._touch_write(flying)
         if flying.failed or not self._possible(flying):
             return FAILED
@@ -267,14 +279,14 @@ class Turn:
         """From now on the rest of a write's bytes land by a move of their own."""
         point = flying.writing.point
         move = Move(point.process, "transfer.land", "note", point.req, point.part, point.rank, 0)
-        self.late = {**self.late, move: flying}
+        self.state.late = {**self.state.late, move: flying}
 
     def land(self, move: Move) -> None:
         """The rest of a late write lands, unless its peer has withdrawn the destination. Nobody checks its source."""
-        flying, self.late = self.late[move], {m: f for m, f in self.late.items() if m != move}
+        flying, self.state.late = self.state.late[move], {m: f for m, f in self.state.late.items() if m != move}
         self._touch_write(flying)
         writing, point = flying.writing, flying.writing.point
-        if not flying.failed and covered(self.regions[flying.peer], writing.target, writing.nbytes):
+        if not flying.failed and covered(self.state.regions[flying.peer], writing.target, writing.nbytes):
             self._land(flying, writing.nbytes // 2, writing.nbytes)
             labels = {"req": point.req, "part": point.part, "rank": point.rank, "region": point.region}
             span = {"address": writing.source, "bytes": writing.nbytes, "target": writing.target}
@@ -283,13 +295,13 @@ class Turn:
     def _possible(self, flying: Flying) -> bool:
         """RDMA's rule: one live region over each side."""
         writing = flying.writing
-        source = covered(self.regions[flying.process], writing.source, writing.nbytes)
-        return source and covered(self.regions[flying.peer], writing.target, writing.nbytes)
+        source = covered(self.state.regions[flying.process], writing.source, writing.nbytes)
+        return source and covered(self.state.regions[flying.peer], writing.target, writing.nbytes)
 
     def _land(self, flying: Flying, start: int, stop: int) -> None:
         """Bytes [start, stop) arrive, as the source holds them now."""
         at = flying.writing.source - BASE
-        self.poke(flying.peer, flying.writing.target + start, self.memory[flying.process][at + start : at + stop])
+        self.poke(flying.peer, flying.writing.target + start, self.state.memory[flying.process][at + start : at + stop])
 
     def _touch_write(self, flying: Flying) -> None:
         writing, names = flying.writing, self.world.names
@@ -331,10 +343,10 @@ class World:
         nobody = tuple(process.origin for process in self.processes)
         count = len(self.names)
         memory = (bytes([POISON]) * MEMORY_BYTES,) * count
-        turn = Turn(self, State(nobody, memory, ({},) * count, ((),) * count), 0)
+        turn = Turn(self, State(nobody, ((),) * count, memory, ({},) * count), 0)
         for process in range(1, count):
             turn.feed(process, ("start",))
-        return self._done(turn)
+        return _done(turn)
 
     def enabled(self, state: State) -> list[Move]:
         """The moves that can come next, in the order they came up; a fault's own move is last."""
@@ -343,18 +355,17 @@ class World:
     def take(self, state: State, move: Move) -> Taken:
         """Let a move happen, until everybody waits again."""
         turn = Turn(self, state, 1 << state.moves)
-        turn.moves += 1
-        held = turn.waiting.pop(move, None)
+        turn.state.moves += 1
+        held = state.waiting.get(move)
         if held is not None:
-            if self.mortal and held.process == 0:
-                turn.touch(("process",), "r")
+            turn.state.waiting = {other: waits for other, waits in state.waiting.items() if other != move}
             self._go_on(turn, held)
-        elif move in turn.late:
+        elif move in state.late:
             turn.land(move)
         else:
-            turn.struck = True
+            turn.state.struck = True
             self.striker.strike(turn)
-        return self._done(turn)
+        return _done(turn)
 
     def sleep(self, state: State) -> Taken | None:
         """Fire the timer that is due next (of several, the one set first); None if there is none."""
@@ -362,9 +373,9 @@ class World:
         if timer is None:
             return None
         turn = Turn(self, state, (1 << state.moves) - 1)
-        turn.now = timer.due
+        turn.state.now = timer.due
         turn.fire(timer, at_once=False)
-        return self._done(turn)
+        return _done(turn)
 
     def finish(self, state: State) -> Taken:
         """The last request is over: every process counts what it still holds."""
@@ -372,23 +383,27 @@ class World:
         self.striker.finish(turn)
         for process in range(len(self.names)):
             turn.feed(process, ("census",))
-        return self._done(turn)
+        return _done(turn)
 
     def close(self) -> None:
         for process in self.processes:
             process.close()
 
     def _go_on(self, turn: Turn, held: Held) -> None:
-        point, how = held.point, self.striker.decide(turn, held.point)
-        if point.step == "transfer.write" and point.phase == "end" and _about(point) in turn.writes:
+        point, striker = held.gate.point, self.striker
+        if self.mortal and held.process == 0:
+            turn.touch(("process",), "r")
+        how = striker.decide(turn, point)
+        if point.step == "transfer.write" and point.phase == "end" and _about(point) in turn.state.writes:
             how = turn.end_write(_about(point), late=how is LATE)
         elif point.step == "landing.read":
-            how = turn.memory[held.process]
-        turn.feed(held.process, ("take", held.gate, how))
-        self.striker.taken(turn, point)
+            how = turn.state.memory[held.process]
+        turn.feed(held.process, ("take", held.gate.number, how))
+        striker.taken(turn, point)
 
-    def _done(self, turn: Turn) -> Taken:
-        return Taken(turn.state(), turn.events, turn.touched, turn.defects)
+
+def _done(turn: Turn) -> Taken:
+    return Taken(turn.state, turn.events, turn.touched, turn.defects)
 
 
 def machines(scenario: Scenario) -> list[Remembered]:

@@ -94,11 +94,12 @@ async def try_deliver(answer: Answer) -> Tried:
     """`deliver(engine, embedding, ranks)`: one registration, a write to each rank, and nothing left registered."""
     encoder, *ranks = _engines()
     events: list[Event] = []
+    record: Recorder = lambda event: events.append(event)  # noqa: E731
     embedding = TensorBuffer(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)))
-    landings = [_landing(engine, f"rank{rank}", events) for rank, engine in enumerate(ranks)]
+    landings = [_landing(engine, Steps(f"rank{rank}", record)) for rank, engine in enumerate(ranks)]
     slots = [await _slot(landing, embedding.nbytes, rank) for rank, landing in enumerate(landings)]
     sessions = [engine.session_id for engine in ranks]
-    traced = TracedEngine(encoder, events.append, sessions)
+    traced = TracedEngine(encoder, record, sessions)
     pairs = [(session, slot.address) for session, slot in zip(sessions, slots, strict=True)]
     _, error = attempt(answer, traced, embedding, pairs)
     held = [slot.buffer.digest() == embedding.digest() for slot in slots]
@@ -114,8 +115,7 @@ async def try_deliver(answer: Answer) -> Tried:
 _DELIVERED = f"{RANKS} ranks hold the embedding, by one registration that covered every write"
 
 
-def _landing(engine: MooncakeEngine, name: str, events: list[Event]) -> PerRequestLanding:
-    steps = Steps(name, events.append)
+def _landing(engine: MooncakeEngine, steps: Steps) -> PerRequestLanding:
     return PerRequestLanding(engine, RegionTable(engine, steps), steps, must_succeed=True)
 
 
@@ -170,20 +170,24 @@ LANDING_BYTES = 16 * PAGE_BYTES
 _WRITES = (
     _Asked(0, 4 * PAGE_BYTES, "the first region, whole"),
     _Asked(PAGE_BYTES, 2 * PAGE_BYTES, "inside the first"),
+    _Asked(8 * PAGE_BYTES - 1, 1, "the second's last byte"),
+    _Asked(10 * PAGE_BYTES, 4 * PAGE_BYTES, "the third, whole"),
+    _Asked(8 * PAGE_BYTES - 1, 2, "one byte further"),
     _Asked(2 * PAGE_BYTES, 4 * PAGE_BYTES, "over the seam of two"),
     _Asked(0, 8 * PAGE_BYTES, "both, whole"),
-    _Asked(8 * PAGE_BYTES - 1, 1, "the second's last byte"),
-    _Asked(8 * PAGE_BYTES - 1, 2, "one byte further"),
     _Asked(8 * PAGE_BYTES, PAGE_BYTES, "the gap"),
     _Asked(10 * PAGE_BYTES - 1, PAGE_BYTES, "one byte before the third"),
-    _Asked(10 * PAGE_BYTES, 4 * PAGE_BYTES, "the third, whole"),
     _Asked(10 * PAGE_BYTES, 4 * PAGE_BYTES + 1, "the third and one byte"),
 )
 
 
 def try_admits(answer: Answer) -> Tried:
-    """`admits(regions, address, nbytes)`: whether the receiver's engine lets a write in. Held against that engine."""
-    encoder, rank = _engines()[:2]
+    """`admits(regions, address, nbytes)`: whether the receiver's engine lets a write in. Held against that engine.
+
+    A refused write may take the connection of the next one along: the writes that are let in come first, and from an
+    encoder of their own.
+    """
+    encoder, rank = MooncakeEngine(), _engines()[1]
     source, landing = TensorBuffer(torch.ones(LANDING_BYTES, dtype=torch.uint8)), rank.allocate(LANDING_BYTES)
     for offset, nbytes in REGIONS:
         rank.register(landing.address + offset, nbytes)
@@ -194,6 +198,7 @@ def try_admits(answer: Answer) -> Tried:
         said, error = attempt(answer, list(REGIONS), write.offset, write.nbytes)
         asked.append(_Asked(write.offset, write.nbytes, write.what, code, said))
         errors += [error] if error else []
+    encoder.close()
     for offset, _ in REGIONS:
         rank.deregister(landing.address + offset)
 
@@ -232,9 +237,10 @@ def _admissions(asked: Sequence[_Asked]) -> Drawing:
 
 def _admission(page: Canvas, write: _Asked, y: float, scale: float) -> None:
     let_in = write.code == 0
-    x, width = _LEFT + write.offset * scale, max(write.nbytes * scale, 2.0)
+    x, width = _LEFT + write.offset * scale, max(write.nbytes * scale, 3.0)
     page.text(_LEFT - 8, y + 5, write.what, "r", size=8.5)
-    page.box(x, y, width, 11, fill=c.ACK if let_in else c.BREACH, striped=not let_in, pen=0.5)
+    page.box(x, y, width, 11, fill=c.ACK if let_in else c.BREACH, striped=not let_in and width > 9, pen=0.5)
     page.text(_PAGE - _RIGHT + 12, y + 5, "0, let in" if let_in else f"{write.code}, refused", size=8.5)
-    word = {True: "let in", False: "refused"}.get(write.said, "-") if isinstance(write.said, bool) else "-"
-    page.text(_PAGE - 72, y + 5, word, size=8.5, colour=c.INK if write.agreed else c.ALERT, bold=not write.agreed)
+    if isinstance(write.said, bool):
+        word, colour = "let in" if write.said else "refused", c.INK if write.agreed else c.ALERT
+        page.text(_PAGE - 72, y + 5, word, size=8.5, colour=colour, bold=not write.agreed)

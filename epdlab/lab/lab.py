@@ -197,9 +197,11 @@ class Lab:
         if self._controller is None:
             return
         processes, self.processes = self.processes, {}
-        for name in processes:
-            await self._controller.shut_down(name)
-        for process in processes.values():
+        for name, process in processes.items():
+            if name in self._controller.hellos:
+                await self._controller.shut_down(name)
+            else:
+                process.signal(signal.SIGTERM)
             process.signal(signal.SIGCONT)
         await asyncio.gather(*(asyncio.to_thread(process.end) for process in processes.values()))
         await asyncio.gather(*self._watches, return_exceptions=True)

@@ -49,7 +49,7 @@ class LandingBench:
 
     Attributes:
         pool: registered once, of `pool_bytes`. fresh: allocates and registers for each request.
-        events: the steps of both, from the time the pool was open.
+        events: the steps of both.
     """
 
     def __init__(self, pool_bytes: int) -> None:
@@ -57,14 +57,18 @@ class LandingBench:
         keep_native_log(Path(self._folder.name) / "engine.log")
         self.events: list[Event] = []
         self.engine, self._writer = MooncakeEngine(), MooncakeEngine()
-        steps = Steps(RANK, self.events.append)
+        steps = Steps(RANK, lambda event: self.events.append(event))
         self.regions = RegionTable(self.engine, steps)
         self.pool = LandingPool(self.engine, self.regions, steps, True, pool_bytes)
         self.fresh = PerRequestLanding(self.engine, self.regions, steps, True)
 
-    async def __aenter__(self) -> LandingBench:
+    async def open(self) -> LandingBench:
+        """Register the pool; `close` gives everything back. The same as `async with`."""
         await self.pool.open()
         return self
+
+    async def __aenter__(self) -> LandingBench:
+        return await self.open()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -126,7 +130,7 @@ def _faults() -> int:
 
 
 async def churn(pool: LandingPool, sizes: range, requests: int, seed: int = 7) -> Waits:
-    """Requests of random sizes that end in random order, at most three quarters of the pool in use: who found no room."""
+    """Requests of random sizes that end in random order, with a quarter of the pool free: who found no room."""
     chance = random.Random(seed)
     held: list[LandingSlot] = []
     no_room = blocked = 0

@@ -141,10 +141,10 @@ class Panel:
         self._next.options = [f"{k + 1}. {words}" for k, words in enumerate(waiting)] or ["nobody waits"]
         self._next.index = 0
         self._offer_faults()
+        self._draw()
         brief = "\n".join([*stop.brief(), *(f"note     {note}" for note in stop.notes)])
         self._stop.value = self._told(f"<pre style='{_PRE}'>{escape(brief)}</pre>" if brief else "")
-        self._state.value = self.stepper.state()._repr_html_()
-        self._draw()
+        self._state.value = f"<div class='epdlab-state'>{self.stepper.state()._repr_html_()}</div>"
 
     def _offer_faults(self) -> None:
         waiting, index = self.stepper.waiting, self._next.index or 0
@@ -162,8 +162,8 @@ class Panel:
 
     def _told(self, said: str) -> str:
         lines = "\n".join(self.code[-_CODE_LINES:])
-        shown = f"<pre style='{_PRE};color:#5F6368'>{escape(lines)}</pre>" if lines else ""
-        return shown + said
+        code = f"<pre class='epdlab-code' data-count='{len(self.code)}' style='{_PRE};color:#5F6368'>{escape(lines)}</pre>"
+        return code + said
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = self.view._repr_mimebundle_(**options)

@@ -28,10 +28,11 @@ _VERSIONED = {
     "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
 }
 _COMMANDS = {
-    "race": "python -m epdlab race",
+    "race": "python -m epdlab bench race --write",
     "explore": "python -m epdlab explore",
     "ablation": "python -m epdlab explore --ablate",
-    "store": "python -m epdlab store",
+    "store": "python -m epdlab store --write",
+    "conformance": "python -m epdlab.upstream.conformance",
     "upstream": "make upstream",
     "trace": "python -m epdlab report --traces",
 }

@@ -6,17 +6,21 @@ release did it in one order only, the order of its calls and acks.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..engine import keep_native_log
+from ..report.results import RESULTS, write_result
 from .calls import Call
 from .ours import Bed, play, profile_for
-from .scenarios import SCENARIOS
+from .scenarios import RELEASES, SCENARIOS
 
 COMPARED = ("register", "deregister", "transfer", "ack")
-RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,35 @@ def signature(calls: list[Call]) -> list[tuple[Any, ...]]:
 def _signed(call: Call) -> tuple[Any, ...]:
     told = call["op"] in ("transfer", "ack")
     return (call["op"], call["rank"] if told else None, None if call["op"] == "ack" else call["rc"])
+
+
+async def compare_all() -> dict[str, Any]:
+    """Every release: how many scenarios were compared, how many in order too, and what differs."""
+    async with Bed() as bed:
+        compared = {release: await compare(release, bed) for release in RELEASES}
+    return {"releases": {release: _summed(found) for release, found in compared.items()}}
+
+
+def _summed(found: list[Comparison]) -> dict[str, Any]:
+    different = {c.scenario: list(c.differences) for c in found if c.differences}
+    return {
+        "scenarios": len(found),
+        "ordered": sum(c.ordered for c in found),
+        "agree": len(found) - len(different),
+        "differences": different,
+    }
+
+
+def main() -> int:
+    """Compare, keep results/conformance.json, and say where a profile and its release differ."""
+    with tempfile.TemporaryDirectory(prefix="epdlab-conformance-") as folder:
+        keep_native_log(Path(folder) / "engine.log")
+        answer = asyncio.run(compare_all())
+    write_result("conformance", answer, "python -m epdlab.upstream.conformance")
+    for release, row in answer["releases"].items():
+        print(f"{release}: {row['agree']} of {row['scenarios']} scenarios agree, {row['ordered']} of them in order too")
+    return 0 if all(not row["differences"] for row in answer["releases"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
