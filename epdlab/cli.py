@@ -82,6 +82,14 @@ def _finish(answer: dict[str, Any], as_json: bool) -> int:
     return 0 if answer["ok"] else 1
 
 
+def _keep(chosen: argparse.Namespace, name: str, answer: dict[str, Any]) -> None:
+    """With --write, keep an answer in results/NAME.json."""
+    if chosen.write:
+        from .report.results import command_for, write_result
+
+        write_result(name, answer, command_for(name))
+
+
 def _sayer(as_json: bool) -> Callable[[str], None]:
     """Where a command's lines for people go: stdout, or stderr beside JSON."""
     stream = sys.stderr if as_json else sys.stdout
@@ -236,10 +244,18 @@ def _add_store(commands: Any) -> None:
     def run(chosen: argparse.Namespace) -> int:
         from .lab.store_demo import run_store
 
-        return _finish(run_store(chosen.out, _sayer(chosen.json)), chosen.json)
+        answer = run_store(chosen.out, _sayer(chosen.json))
+        if chosen.facts:
+            from .lab.store_facts import store_facts
+
+            answer["facts"] = store_facts(_sayer(chosen.json))
+        _keep(chosen, "store", answer)
+        return _finish(answer, chosen.json)
 
     parser = _command(commands, "store", "the embedding cache over a real Mooncake Store", run)
     parser.add_argument("--out", type=Path, help="folder for the trace and the logs")
+    parser.add_argument("--facts", action="store_true", help="measure the bare store's failures too (minutes)")
+    parser.add_argument("--write", action="store_true", help="keep the answer in results/")
 
 
 def _add_bench(commands: Any) -> None:

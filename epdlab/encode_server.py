@@ -127,6 +127,7 @@ class EmbeddingData:
         self.idle.set()
         self.registering = asyncio.Lock()
         self.shared_region: MemoryRegion | None = None
+        self.refusal: RegistrationRefused | None = None
         self.kept_regions: list[MemoryRegion] = []
         self.sends = 0
         self.served_calls = 0
@@ -413,11 +414,20 @@ class MMEncoder:
         return await self._register(part, buffer, labels)
 
     async def _shared_region(self, part: EmbeddingData, buffer: Buffer, labels: dict[str, Any]) -> MemoryRegion:
-        """The part's one region: registered by whoever comes first, shared by the rest."""
+        """The part's one region: registered by whoever comes first, shared by the rest; so is a refusal.
+
+        Upstream's 0.5.23 registers before the first /send, and there every /send tries again.
+        """
         async with part.registering:
+            if part.refusal is not None and not self.profile.register_when_ready:
+                raise part.refusal
             region = part.shared_region
             if region is None or region.state is RegionState.RELEASED:
-                region = part.shared_region = await self._register(part, buffer, labels)
+                try:
+                    region = part.shared_region = await self._register(part, buffer, labels)
+                except RegistrationRefused as error:
+                    part.refusal = error
+                    raise
             return region
 
     async def _register(self, part: EmbeddingData, buffer: Buffer, labels: dict[str, Any]) -> MemoryRegion:

@@ -140,6 +140,9 @@ class EmbeddingCache:
             await self.steps.wait("cache.lookup", lambda: self._lookup(hold), ends, **_labels())
         except Exception as error:
             self._went_wrong("lookup", error)
+        except BaseException:
+            hold.release()
+            raise
         self.counters.local_hit += sum(entry is not None for entry in hold.entries)
         self.counters.miss += hold.expected.count(False)
         return hold
@@ -173,10 +176,12 @@ class EmbeddingCache:
         except Exception as error:
             self._went_wrong("fetch", error)
             return
-        had = {hold.items[index].key for index in indices if hold.entries[index] is not None}
         fetched = {fill.item.key for fill in own}
-        self.counters.global_hit += len(had & fetched)
-        self.counters.local_hit += sum(hold.items[i].key in had - fetched for i in indices)
+        for index in indices:
+            if hold.entries[index] is not None and hold.items[index].key in fetched:
+                self.counters.global_hit += 1
+            elif hold.entries[index] is not None:
+                self.counters.local_hit += 1
 
     async def _wait(self, fills: list[Fill]) -> None:
         if fills:

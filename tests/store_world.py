@@ -23,6 +23,7 @@ from epdlab.store_client import StoreClient, StoreConfig
 from epdlab.tower import SyntheticTower
 
 KIB, MIB = 1 << 10, 1 << 20
+PATIENCE_S = 20.0
 MASTER_FLAGS = {
     "default_kv_lease_ttl": 500,
     "client_ttl": 2,
@@ -112,7 +113,7 @@ class World:
         await self.master.start()
         self.donor = Donor(self.master.address, donor_bytes, self.out / "donor.log")
         await self.donor.start()
-        store = StoreConfig(self.master.address, wait_s=5.0)
+        store = StoreConfig(self.master.address, wait_s=PATIENCE_S)
         self.clients = [StoreClient(store) for _ in range(clients)]
         for one in self.clients:
             await one.open()
@@ -129,7 +130,7 @@ class World:
     ) -> AsyncIterator[Encoder]:
         """An encoder side with a fresh pool over one of the shared clients."""
         store, events, inner = self.clients.pop(), list[Event](), CountingTower(model)
-        cache = EmbeddingCache(Steps("enc", events.append, gate), store, CacheConfig(pool, 64 * KIB, 5.0))
+        cache = EmbeddingCache(Steps("enc", events.append, gate), store, CacheConfig(pool, 64 * KIB, PATIENCE_S))
         await cache.open()
         try:
             yield Encoder(CachedTower(inner, cache, agreement=agreement), inner, events)
@@ -153,7 +154,7 @@ class World:
 
 @asynccontextmanager
 async def encoders(
-    master: str, *gates: Any, wait_s: float = 5.0, max_late: int = 2, pool: int = 8 * MIB
+    master: str, *gates: Any, wait_s: float = PATIENCE_S, max_late: int = 2, pool: int = 8 * MIB
 ) -> AsyncIterator[list[Encoder]]:
     """Encoder sides with clients of their own, one per gate (None for no gate)."""
     made = []

@@ -39,10 +39,16 @@ OPTIONS = (
     "--no-browser",
     "--ServerApp.port_retries=0",
     "--IdentityProvider.token=",
+    "--ServerApp.disable_check_xsrf=True",
     "--LabApp.news_url=None",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
 )
+
+SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are there, also those out of sight
+}
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -61,9 +67,10 @@ class Jupyter:
         self.log = folder / "jupyter.log"
         places = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime"}
         places |= {"IPYTHONDIR": "ipython", "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "work"}
-        quiet = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-        quiet.parent.mkdir(parents=True)
-        quiet.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
+        for extension, settings in SETTINGS.items():
+            path = folder / "settings" / "@jupyterlab" / f"{extension}.jupyterlab-settings"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(settings))
         self.server = psutil.Popen(
             [sys.executable, "-m", "jupyterlab", *OPTIONS, f"--port={port}", f"--notebook-dir={books}"],
             env=os.environ | {name: str(folder / place) for name, place in places.items()},
@@ -150,13 +157,13 @@ class Page:
 
     def run_all(self) -> None:
         """Run > Run All Cells, and wait until the last code cell has a number again."""
-        self.page.evaluate("document.querySelectorAll('.jp-InputPrompt').forEach(p => p.dataset.before = p.innerText)")
         self.page.click("#jp-MainMenu >> text=Run")
         self.page.click("text=Run All Cells >> nth=0")
-        done = "p => p.length && p.every(q => /^\\[\\d+\\]:$/.test(q.innerText))"
-        cells = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
-        self.page.wait_for_function(f"({done})({cells}) && !!document.querySelector('.epdlab-figure svg')", timeout=3 * MINUTES)
+        self.page.wait_for_selector("text=/\\| Busy/")
+        prompts = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(prompt => prompt.innerText)"
+        self.page.wait_for_function(f"{prompts}.every(text => /^\\[\\d+\\]:$/.test(text))", timeout=3 * MINUTES)
         self.page.wait_for_selector("text=/\\| Idle/")
+        self.panel.wait_for()
 
     @property
     def panel(self) -> Any:
@@ -198,7 +205,11 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 def test_step_three_times_in_jupyterlab_then_reload_and_close(jupyter: Jupyter, page: Page) -> None:
     page.open(jupyter)
-    page.run_all()
+    page.shot("opened")
+    try:
+        page.run_all()
+    finally:
+        page.shot("ran")
     assert page.errors() == []
     page.panel.scroll_into_view_if_needed()
     page.shot("panel-0")

@@ -16,7 +16,7 @@ from PIL import Image
 from store_world import KIB, MASTER_FLAGS, MIB, CountingTower, Encoder, Hook, World, encoders, plain, raw, until
 
 from epdlab.cached_tower import CachedTower
-from epdlab.child import Child
+from epdlab.child import Child, started_line
 from epdlab.donor import Donor
 from epdlab.engine import TensorBuffer
 from epdlab.errors import BadBuffer, LabError, UsageError
@@ -27,6 +27,7 @@ from epdlab.modality import Modality
 from epdlab.steps import Decision, Steps
 from epdlab.store import CacheConfig, EmbeddingCache
 from epdlab.store_client import Outcome, StoreClient, StoreConfig, StoreUnavailable
+from epdlab.store_object import cache_key
 from epdlab.tower import SyntheticTower, VlmTower
 from epdlab.vlm import load_vlm
 
@@ -249,7 +250,7 @@ async def test_lease_expired_during_the_get(master: MooncakeMaster, donor: Donor
         asyncio.get_running_loop().call_later(1.2, donor.child.thaw)
 
     hook = Hook("cache.get", freeze)
-    async with encoders(master.address, None, hook, wait_s=10.0) as (enc, other):
+    async with encoders(master.address, None, hook) as (enc, other):
         await enc.embed("bytes:3000000:1")
         await enc.settled()
         assert await other.right("bytes:3000000:1")
@@ -338,21 +339,21 @@ async def test_no_segment_at_all(master: MooncakeMaster) -> None:
 
 
 async def test_writer_killed_in_mid_put(tmp_path: Path) -> None:
-    item = "bytes:4000000:1"
+    item, flags = "bytes:4000000:1", {"put_start_discard_timeout_sec": 500, "client_ttl": 60}
     async with (
-        MooncakeMaster(tmp_path / "master.log", flags={"put_start_discard_timeout_sec": 500}) as master,
+        MooncakeMaster(tmp_path / "master.log", flags=flags) as master,
         Donor(master.address, 32 * MIB, tmp_path / "donor.log") as donor,
         encoders(master.address, None, None) as (enc, other),
     ):
-        await donor_frozen_while_a_writer_dies(master, donor, tmp_path, item)
+        key = await donor_frozen_while_a_writer_dies(master, donor, tmp_path, item)
         for one in (enc, other):
             assert await one.right(item)
             await one.settled()
             assert one.counts == {"miss": 1}
-        [entry] = enc.tower.cache.pool.entries
+        assert [entry.key for entry in enc.tower.cache.pool.entries] == [key]
         assert enc.tower.cache.store is not None
         into = [(enc.tower.cache.memory.buffer.address + 4 * MIB, 4000064)]
-        assert await enc.tower.cache.store.get([entry.key], [into]) == [Outcome.NOT_READY]
+        assert await enc.tower.cache.store.get([key], [into]) == [Outcome.NOT_READY]
 
 
 async def test_the_key_of_a_killed_writer_becomes_writable_again(
@@ -374,33 +375,34 @@ async def test_the_key_of_a_killed_writer_becomes_writable_again(
             pytest.fail("the key never became writable again")
 
 
-async def donor_frozen_while_a_writer_dies(master: MooncakeMaster, donor: Donor, out: Path, item: str) -> None:
-    """A writer begins to put the item's embedding and is killed before the donor takes the bytes."""
-    begun = master.pages.metrics()["master_put_start_requests_total"] + master.pages.metrics().get(
-        "master_batch_put_start_requests_total", 0
-    )
-
-    def started() -> bool:
-        metrics = master.pages.metrics()
-        total = metrics["master_put_start_requests_total"] + metrics.get("master_batch_put_start_requests_total", 0)
-        return total > begun
-
+async def donor_frozen_while_a_writer_dies(master: MooncakeMaster, donor: Donor, out: Path, item: str) -> str:
+    """A writer begins to put the item's object and is killed before the donor takes the bytes; the key."""
     program = (
-        "import asyncio, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from store_world import encoders\n"
-        "async def main():\n"
-        "    async with encoders(sys.argv[2], None) as (enc,):\n"
-        "        await enc.embed(sys.argv[3])\n"
-        "        await enc.settled()\n"
-        "asyncio.run(main())\n"
+        "import sys\n"
+        "from mooncake.store import MooncakeDistributedStore\n"
+        "store = MooncakeDistributedStore()\n"
+        "assert store.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 16 << 20, 'tcp', '', sys.argv[1]) == 0\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "store.put(sys.argv[2], bytes(4000064))\n"
     )
+    prepared, begun = await SyntheticTower().prepare([item], Modality.IMAGE), _puts_begun(master)
+    key = cache_key("synthetic", Modality.IMAGE, prepared.grid[0], prepared.keys[0])
+    writer = Child([sys.executable, "-c", program, master.address, key], out / "writer.log", talks=True)
+    assert await started_line(writer, 60) == b"ready\n"
     donor.child.freeze()
-    here = str(Path(__file__).parent)
-    writer = Child([sys.executable, "-c", program, here, master.address, item], out / "writer.log")
-    await until(started)
+    writer.stdin.write(b"go\n")
+    writer.stdin.flush()
+    await until(lambda: _puts_begun(master) > begun)
     await writer.kill()
     donor.child.thaw()
+    return key
+
+
+def _puts_begun(master: MooncakeMaster) -> float:
+    metrics = master.pages.metrics()
+    names = ("master_put_start_requests_total", "master_batch_put_start_requests_total")
+    return sum(metrics.get(name, 0) for name in names)
 
 
 async def test_a_frozen_donor_delays_one_request_and_not_the_others(master: MooncakeMaster, tmp_path: Path) -> None:
@@ -423,6 +425,28 @@ async def test_a_frozen_donor_delays_one_request_and_not_the_others(master: Moon
         frozen.child.thaw()
         await reader.settled()
         assert await reader.right("bytes:2000000:1")
+
+
+async def test_a_frozen_master_delays_a_few_lookups_and_then_none(master: MooncakeMaster, donor: Donor) -> None:
+    async with encoders(master.address, None, wait_s=0.5, max_late=1) as (enc,):
+        assert master.child is not None
+        assert enc.tower.cache.store is not None
+        await enc.embed("bytes:5000:0")
+        await enc.settled()
+        master.child.freeze()
+        request = asyncio.create_task(enc.embed("bytes:5000:0", "bytes:5000:1"))
+        await until(lambda: bool(enc.tower.cache.store and enc.tower.cache.store.in_flight))
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert enc.tower.cache.census()["pinned"] == 0
+        for seed in (1, 2, 3):
+            assert await enc.right(f"bytes:5000:{seed}")
+        reasons = enc.tower.cache.counters.reasons
+        assert reasons["exist:timeout"] <= 1
+        assert reasons["exist:timeout"] + reasons["exist:skipped"] == 3
+        master.child.thaw()
+        await enc.settled()
+    assert enc.counts["miss"] == 4
 
 
 @pytest.mark.parametrize("kind", ["fail", "drop", "repeat", "delay"])

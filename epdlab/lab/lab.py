@@ -179,8 +179,11 @@ class Lab:
     async def _watch(self, process: Process) -> None:
         await asyncio.to_thread(process.ended)
         if self.processes.get(process.name) is process:
-            self.controller.lost(process.name, process.why())
-            await self.controller.notify()
+            await self._lost(process)
+
+    async def _lost(self, process: Process) -> None:
+        self.controller.lost(process.name, process.why())
+        await self.controller.notify()
 
     async def _ready(self, names: Sequence[str]) -> None:
         def ready() -> bool:
@@ -453,8 +456,10 @@ class Lab:
 
     def kill(self, process: str) -> None:
         """SIGKILL one process, as a crash would."""
-        self._process(process).signal(signal.SIGKILL)
-        self._process(process).ended()
+        victim = self._process(process)
+        victim.signal(signal.SIGKILL)
+        victim.ended()
+        self._wait(self._lost(victim))
         self._trace(Event(time.monotonic_ns(), process, "process.kill", "begin", fault="kill"))
 
     def freeze(self, process: str) -> None:

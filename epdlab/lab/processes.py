@@ -39,7 +39,8 @@ class Nursery:
         self._starts: list[Future[int]] = []
         self._ends: dict[int, Future[int]] = {}
         self._gone = False
-        threading.Thread(target=self._listen, name="epdlab-nursery", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="epdlab-nursery", daemon=True)
+        self._listener.start()
 
     @property
     def running(self) -> bool:
@@ -61,6 +62,8 @@ class Nursery:
         with contextlib.suppress(BrokenPipeError):
             _pipe(self._child.stdin).close()
         self._child.wait()
+        self._listener.join()
+        _pipe(self._child.stdout).close()
 
     def _write(self, order: dict[str, object]) -> None:
         pipe = _pipe(self._child.stdin)

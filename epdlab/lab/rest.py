@@ -112,8 +112,13 @@ class Rest:
         return _Look(sum(p["sent"] - p["taken"] for _, p in known), (*self._running(), *busy), traced, held)
 
     def _running(self) -> list[str]:
-        """Steps that have begun and neither ended nor are held at their end; a post waits for its peer."""
-        held = Counter((w.point.process, w.point.step) for w in self._controller.waiting if w.point.phase == "end")
+        """Steps that have begun and neither ended nor are held at their end; a post waits for its peer.
+
+        A write that is cut in slices waits for the slice that is held.
+        """
+        points = [waiting.point for waiting in self._controller.waiting]
+        held = Counter((point.process, point.step) for point in points if point.phase == "end")
+        held.update((point.process, "transfer.write") for point in points if point.step == "transfer.slice")
         live = set(self._live())
         return [
             f"{process} runs {step}"

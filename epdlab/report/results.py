@@ -31,7 +31,7 @@ _COMMANDS = {
     "race": "python -m epdlab bench race --write",
     "explore": "python -m epdlab explore",
     "ablation": "python -m epdlab explore --ablate",
-    "store": "python -m epdlab store --write",
+    "store": "python -m epdlab store --facts --write",
     "conformance": "python -m epdlab.upstream.conformance",
     "upstream": "make upstream",
     "trace": "python -m epdlab report --traces",

@@ -18,6 +18,7 @@ from .spans import lanes, size, times
 
 PAGE = 780.0
 BOX = 196.0
+LABEL = 12.5
 LINE = 12.5
 FACTS = ("pid", "url", "session", "protocol", "device", "pool", "store", "acks", "ack_ports", "master")
 TOWARDS_STORE = ("cache.get", "cache.put", "cache.lookup")
@@ -87,7 +88,7 @@ class _Page:
         self.encoders = [n for n in names if n.startswith("enc")]
         self.ranks = sorted((n for n in names if n.startswith("rank")), key=lambda n: int(n[4:] or 0))
         self.others = [n for n in names if n not in self.encoders and n not in self.ranks]
-        self.roomy = len(self.encoders) * len(self.ranks) <= 6
+        self.roomy = len(self.encoders) * len(self.ranks) <= (6 if len(self.encoders) == 1 else 4)
         self.boxes: dict[str, tuple[float, float, float]] = {}
 
     def drawing(self) -> Drawing:
@@ -112,7 +113,8 @@ class _Page:
         return [self._height(name) + 16 for name in names]
 
     def _height(self, name: str) -> float:
-        ports = 17.0 * len(self.ranks) if name in self.encoders else 0.0
+        beside = len(self.ranks) if name in self.encoders else len(self.encoders) if name in self.ranks else 0
+        ports = beside * (4 * LABEL if self.roomy and name in self.ranks else 17.0)
         return max(32.0 + LINE * len(self._facts(name)), 52.0, ports)
 
     def _facts(self, name: str) -> list[str]:
@@ -154,20 +156,20 @@ class _Page:
         y0 = self._port(encoder, self.ranks.index(rank), len(self.ranks))
         y1 = self._port(rank, self.encoders.index(encoder), len(self.encoders))
         gap = min(13.0, (self.boxes[rank][2] - 10) / (3 * len(self.encoders)))
+        share = 0.62 if len(self.encoders) == 1 else 0.8
+        x, y = x0 + (x1 - x0) * share, y0 + (y1 - y0) * share
         for k, (kind, used, text) in enumerate(_lines(link)):
             if used:
                 a, b = (x0, y0 + (k - 1) * 5), (x1, y1 + (k - 1) * gap)
                 self._line(kind, text, a, b, (encoder, rank))
+                if self.roomy:
+                    self.page.text(x, y + (k - 1) * LABEL, text, "c", size=8, ground="white")
 
     def _line(self, kind: str, text: str, a: Place, b: Place, names: tuple[str, str]) -> None:
         colour, width, style, head = legend.WIRES[kind]
         start, end, ends = (b, a, names[::-1]) if kind == "http" else (a, b, names)
         tip = f"{names[0]}, {names[1]}: {text}"
         self.page.line(*start, *end, colour=colour, width=width, style=style, head=head, tip=tip, ends=ends)
-        if self.roomy:
-            share = 0.62 if len(self.encoders) == 1 else 0.8
-            x, y = a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
-            self.page.text(x, y, text, "c", size=8, ground="white")
 
     def _port(self, name: str, index: int, count: int) -> float:
         _, y, height = self.boxes[name]
