@@ -301,7 +301,7 @@ async def run_reference(options: RoleOptions, media_root: Path | None, allow_pri
 
 def encoder_state(encoder: MMEncoder) -> dict[str, Any]:
     """What an encoder holds now, by stable names (addresses beside them, for those who ask)."""
-    parts = [*encoder.parts.values(), *encoder.releasing]
+    parts = dict.fromkeys([*encoder.parts.values(), *encoder.releasing])
     return {
         "regions": _region_rows(encoder.regions),
         "embeddings": [

@@ -118,8 +118,17 @@ PROFILES: dict[str, Profile] = {
         ),
         Profile("sglang-0.5.16", _HTTP, early_release=False, note="the path of images and audio"),
         Profile("sglang-0.5.16-video", _HTTP | _SHARED, early_release=False, note="the asynchronous path of videos"),
-        Profile("sglang-0.5.17", _RULES_0517),
-        _release_0523("sglang-0.5.23", _RULES_0523, "without the global embedding cache"),
+        Profile(
+            "sglang-0.5.17",
+            _RULES_0517,
+            note="hold_landing_until_consumed is off as with a landing pool; a buffer per request lives by its views",
+        ),
+        _release_0523(
+            "sglang-0.5.23",
+            _RULES_0523,
+            "without the global embedding cache; an ack's dtype and bytes are not checked, and the receiver drains only "
+            "until its HTTP calls end",
+        ),
         _release_0523(
             "sglang-0.5.23-cache",
             _RULES_0523 - {Rule.SHARED_REGISTRATION, Rule.DEFERRED_DEREGISTER},

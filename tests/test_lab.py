@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from lab_world import alive, parent, wait_until
 
 from epdlab.control import Held, Hello, pack
 from epdlab.errors import DeadlineExceeded, EpdLabError, HandoffError, LabError, PeerLost, TransferFailed, UsageError
@@ -26,22 +26,6 @@ from epdlab.steps import Decision, Point
 from epdlab.trace.invariants import check
 
 ITEM = "bytes:65536:1"
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(fact: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Look until a fact about other processes holds; they have no way to tell us."""
-    give_up = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < give_up, "it never came true"
-        threading.Event().wait(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -428,16 +412,12 @@ def test_a_parent_that_dies_takes_its_processes_along() -> None:
     with child:
         assert child.stdout is not None
         pids = [int(word) for word in child.stdout.readline().split()]
-        nursery = _parent(pids[0])
+        nursery = parent(pids[0])
         assert len(pids) == 2
         assert all(map(alive, [*pids, nursery]))
         child.kill()
         child.wait(30)
         wait_until(lambda: not any(map(alive, [*pids, nursery])))
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_nursery_that_dies_is_noticed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 _current_tasks: dict[Any, asyncio.Task[Any]] = asyncio.tasks._current_tasks  # type: ignore[attr-defined]
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(asyncio.AbstractEventLoop):  # the rest of a loop raises NotImplementedError there
     """Runs callbacks in the order they became ready; its time stands still.
 
     It keeps the *cause* of every task: a bit mask of the inputs the task was made by, taken on by, and heard of.
@@ -82,7 +82,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return 0.0
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> None:
         self._ready.append((callback, args))
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:

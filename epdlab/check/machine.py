@@ -96,7 +96,7 @@ class Machine:
 
     def __init__(self, process: str, number: int, scenario: Scenario) -> None:
         self.process, self.scenario, self.profile = process, scenario, scenario.rules
-        self.loop, self.ledger = VirtualLoop(), Ledger()
+        self.loop, self.ledger = VirtualLoop(), Ledger()  # type: ignore[abstract]
         self._report_to(Outcome())
         self.steps = Steps(process, self.ledger.record, self, _no_time)
         self.engine = MachineEngine(self, ModelMemory(MEMORY_BYTES, process, self.ledger.touch, self.ledger.poke))
@@ -121,6 +121,8 @@ class Machine:
 
     def lead(self, inputs: Sequence[Input]) -> None:
         """Let all this happen once more, without an outcome."""
+        if not inputs:
+            return
         record, self.steps.record = self.steps.record, None
         for happens in inputs:
             self._run(happens)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Literal
 
 from ..steps import Event
 from .footprints import Thing, Touched, independent
 from .model_engine import Mode
-from .remembered import Remembered
-from .scenario import Fault, Move, Scenario
+from .scenario import Move
 from .world import State, Taken, World
 
 Reduction = Literal["full", "processes", "none"]
@@ -58,7 +58,8 @@ class Run:
     """One complete order.
 
     Attributes:
-        nodes: the moments it went through. defects: errors of the code itself that it met.
+        nodes: the moments it went through. first, last: the events before and after them.
+        defects: errors of the code itself that it met.
     """
 
     nodes: list[Node]
@@ -79,18 +80,21 @@ class Run:
         return events + self.last
 
     def cone(self, event: int) -> list[Move]:
-        """The moves without which this event of the trace would not be, in order: the shortest way to it."""
-        seen, at = len(self.first), 0
+        """The moves without which this event of the trace would not be, in order: the shortest way to it.
+
+        What is only seen after the last move (what is left) takes all of them.
+        """
+        seen = len(self.first)
         for at, node in enumerate(self.nodes):
             seen += len(node.before) + len(node.events)
             if seen > event:
-                break
-        past = self.nodes[at].past | 1 << at
-        return [node.move for i, node in enumerate(self.nodes) if past >> i & 1 and node.move is not None]
+                past = node.past | 1 << at
+                return [n.move for i, n in enumerate(self.nodes) if past >> i & 1 and n.move is not None]
+        return self.moves
 
 
 class Search:
-    """The orders of one scenario with one fault or none.
+    """The orders of a world.
 
     Args:
         reduction: `full`; `processes`: any two moves of one process, or a write and its rank's moves, depend on each
@@ -101,26 +105,21 @@ class Search:
         states: quiet moments visited. exhausted: every order has been covered.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        fault: Fault | None = None,
-        reduction: Reduction = "full",
-        processes: list[Remembered] | None = None,
-    ) -> None:
-        self.world, self.reduction = World(scenario, fault, processes), reduction
+    def __init__(self, world: World, reduction: Reduction = "full") -> None:
+        self.world, self.reduction = world, reduction
         self.runs = self.blocked = self.states = 0
         self.exhausted = False
+        self._first = world.start()
         self._nodes: list[Node] = []
         self._last: dict[Thing, list[tuple[int, Mode]]] = defaultdict(list)
+        self._arrive(self._first.state, world.enabled(self._first.state), [])
 
     def __iter__(self) -> Iterator[Run]:
         """Each complete order, once per class of equivalent ones. Judge a run before asking for the next."""
-        first = self.world.start()
-        if not self._nodes:
-            self._arrive(first.state, self.world.enabled(first.state), [])
         while not self.exhausted:
-            run = self._run(first)
+            run = None
+            while run is None and (move := self._nodes[-1].next()) is not None:
+                run = self._go_on(move)
             if run is None:
                 self.blocked += 1
             else:
@@ -128,22 +127,42 @@ class Search:
                 yield run
             self._back()
 
-    def _run(self, first: Taken) -> Run | None:
-        """Go on from the last node to an end; None if what follows is covered elsewhere."""
-        nodes = self._nodes
-        while (move := nodes[-1].next()) is not None:
-            taken = self._take(nodes[-1], move)
-            state, before = taken.state, []
-            enabled = self.world.enabled(state)
-            while not enabled and (slept := self.world.sleep(state)) is not None:
-                state = slept.state
-                before += slept.events
-                enabled = self.world.enabled(state)
-            if not enabled:
-                end = self.world.finish(state)
-                return Run(nodes, first.events, before + end.events, taken.defects + end.defects)
+    @property
+    def covered(self) -> float:
+        """Roughly which part of all orders has been covered, 0 to 1; it can be far too high early on."""
+        part, share = 0.0, 1.0
+        for node in self._nodes:
+            share /= max(1, len(node.todo))
+            part += share * max(0, len(node.tried) - 1)
+        return 1.0 if self.exhausted else part
+
+    def _go_on(self, move: Move) -> Run | None:
+        """Take one move at the last node; the run, if it ends there."""
+        node, world = self._nodes[-1], self.world
+        taken = world.take(node.state, move)
+        enabled = world.enabled(taken.state)
+        self._took(node, move, taken, enabled)
+        state, before = taken.state, []
+        while not enabled and (slept := world.sleep(state)) is not None:
+            state, enabled = slept.state, world.enabled(slept.state)
+            before += slept.events
+        if enabled:
             self._arrive(state, enabled, before)
-        return None
+            return None
+        end = world.finish(state)
+        return Run(self._nodes, self._first.events, before + end.events, taken.defects + end.defects)
+
+    def random_move(self, random: Random) -> Run | None:
+        """Take any move at the last node; the run, if it ends there."""
+        return self._go_on(random.choice(list(self._nodes[-1].enabled)))
+
+    def _took(self, node: Node, move: Move, taken: Taken, left: list[Move]) -> None:
+        node.move, node.events = move, taken.events
+        node.touched = _by_process(move) if self.reduction == "processes" else taken.touched
+        node.tried.add(move)
+        if self.reduction != "none":
+            self._order(len(self._nodes) - 1, node)
+            node.todo += [m for m in node.enabled if m not in left and m not in node.tried and m not in node.todo]
 
     def _arrive(self, state: State, enabled: list[Move], before: list[Event]) -> None:
         """The next node: what was enabled before keeps its birth; what is new was brought up by the last move."""
@@ -156,7 +175,6 @@ class Search:
             born = {m: last.enabled[m] if m in last.enabled else self._birth(state, m, slept) for m in enabled}
             asleep = {m: f for m, f in last.asleep.items() if m in born and independent(f, last.touched)}
             node = Node(state, before, born, asleep)
-            last.todo += [m for m in last.enabled if m not in born and m not in last.tried and m not in last.todo]
         node.todo = enabled if self.reduction == "none" else [m for m in enabled if m not in node.asleep][:1]
         self._nodes.append(node)
 
@@ -173,15 +191,6 @@ class Search:
             causes &= ~birth
         return birth
 
-    def _take(self, node: Node, move: Move) -> Taken:
-        taken = self.world.take(node.state, move)
-        node.move, node.events = move, taken.events
-        node.touched = _by_process(move) if self.reduction == "processes" else taken.touched
-        node.tried.add(move)
-        if self.reduction != "none":
-            self._order(len(self._nodes) - 1, node)
-        return taken
-
     # ---- what must come before what ------------------------------------------------------------------------------
 
     def _order(self, depth: int, node: Node) -> None:
@@ -192,7 +201,7 @@ class Search:
         for thing, mode in node.touched.items():
             entries = self._last[thing]
             for index, other in reversed(entries):
-                if other == mode != "w":
+                if other == mode and mode in "rc":
                     continue
                 past |= nodes[index].past | 1 << index
                 if not born >> index & 1 and not (mode == "j" and other == "c"):
@@ -235,6 +244,14 @@ class Search:
                 return
             nodes.pop()
         self.exhausted = True
+
+
+def walk(world: World, random: Random) -> Run:
+    """One order, drawn at random."""
+    search = Search(world)
+    while (run := search.random_move(random)) is None:
+        pass
+    return run
 
 
 def _by_process(move: Move) -> Touched:

@@ -90,7 +90,7 @@ class Target:
     part: int | None = None
     rank: int | None = None
 
-    def matches(self, point: Point) -> bool:
+    def matches(self, point: Point | Move) -> bool:
         return (
             point.step == self.step
             and point.phase == self.phase

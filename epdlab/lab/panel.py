@@ -173,7 +173,10 @@ class Panel:
         return f"Panel({self.stepper!r})"
 
 
-_PRE = "font:12px/1.4 ui-monospace,monospace;white-space:pre-wrap;margin:0 0 6px;color:#1B1B1B;background:#fff"
+_PRE = (
+    "font:12px/1.4 ui-monospace,monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;"
+    "margin:0 0 6px;color:#1B1B1B;background:#fff"
+)
 _STYLE = (
     ".epdlab-figure{max-height:620px;overflow:auto;display:flex;flex-direction:column-reverse;background:#fff}"
     ".epdlab-figure svg{max-width:100%;height:auto}"

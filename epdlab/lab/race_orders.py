@@ -27,27 +27,44 @@ def serve(stepper: Stepper, rank: int) -> None:
         stepper.step(rank=rank)
 
 
+def write(stepper: Stepper, rank: int) -> None:
+    """Let one rank's write run to its end, where it waits, while no other runs."""
+    stepper.step("transfer.write", rank=rank)
+    while slices(stepper):
+        stepper.step("transfer.slice")
+
+
+def slices(stepper: Stepper) -> int:
+    """Slices of writes that wait; none without an emulated NIC."""
+    return sum(waiting.point.step == "transfer.slice" for waiting in stepper.waiting)
+
+
 def overlap(stepper: Stepper) -> None:
-    """Both writes have begun. Rank 0's ends, and all that follows it happens before rank 1's goes on."""
+    """Rank 1's write has begun when rank 0's ends, and all that follows that happens before rank 1's goes on."""
     stepper.until("transfer.write")
-    for rank in (0, 1):
-        stepper.step("transfer.write", rank=rank)
+    write(stepper, 0)
+    stepper.step("transfer.write", rank=1)
+    if slices(stepper):
+        stepper.step("transfer.slice")
     serve(stepper, 0)
-    stepper.walk()
+    stepper.run()
 
 
 def late(stepper: Stepper) -> None:
     """Rank 1's /send comes to the encoder when rank 0 has been served."""
     stepper.until("send.serve")
+    while not any(waiting.point.step == "transfer.write" for waiting in stepper.waiting):
+        stepper.step(rank=0)
+    write(stepper, 0)
     serve(stepper, 0)
-    stepper.walk()
+    stepper.run()
 
 
 def failing(stepper: Stepper) -> None:
     """Rank 1's write answers -1."""
-    stepper.until("transfer.write", rank=0)
+    stepper.until("transfer.write")
     stepper.step("transfer.write", rank=1, fault="fail")
-    stepper.walk()
+    stepper.run()
 
 
 ORDERS: dict[str, Order] = {"overlap": overlap, "late": late, "failing": failing}

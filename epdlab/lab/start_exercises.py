@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..steps import Event
+from ..trace.architecture import architecture
 from ..trace.sequence import sequence
 from .demo import leaks_of
 from .exercise import Answer, Tried, attempt, judge
@@ -59,7 +60,7 @@ def try_count(answer: Answer) -> Tried:
 
     tp, parts = COUNTED[-1]
     counts = ", ".join(f"{n} {word}" for n, word in zip(_counts(runs[tp, parts]), WORDS, strict=True))
-    drawing = sequence(runs[tp, parts], title=f"{tp} ranks, {parts} parts: {counts}")
+    drawing = architecture(runs[tp, parts], title=f"{tp} ranks, {parts} parts: {counts}")
     return Tried(drawing, judge(answer, 1, wrong, f"{len(runs)} runs have as many as you said"))
 
 
@@ -78,8 +79,8 @@ def _counts(events: Sequence[Event]) -> tuple[int, ...]:
 def _miscounted(given: Any, counted: tuple[int, ...]) -> str | None:
     if not isinstance(given, tuple) or len(given) != len(counted):
         return f"you returned {given!r:.60}, not ({', '.join(WORDS)})"
-    bad = (f"you said {n} {word}, the run has {real}" for n, word, real in zip(given, WORDS, counted, strict=True) if n != real)  # noqa: E501
-    return next(bad, None)
+    pairs = zip(given, WORDS, counted, strict=True)
+    return next((f"you said {said} {word}, the run has {real}" for said, word, real in pairs if said != real), None)
 
 
 def try_first(answer: Answer) -> Tried:

@@ -86,7 +86,7 @@ class Stepper:
         except BaseException:
             self.lab.close()
             raise
-        self.world = WorldState.at(self.lab.shown)
+        self.world = self.lab.state().world
         self._breaches, self._told, self._counted = 0, False, False
 
     def close(self) -> None:
@@ -313,7 +313,8 @@ def _left(census: dict[str, dict[str, int]]) -> str:
     """What the processes hold after the end; what waits for a timer is told apart."""
     left = ", ".join(f"{count} {kind}" for kind, count in leaks_of(census).items())
     timed = [name for name, counts in census.items() if counts.get("timed")]
-    return f"left behind: {left or 'nothing'}" + (f"; {', '.join(timed)} waits for a timer, `fire` it" if timed else "")
+    aside = f"; set aside until a timer fires: memory of {' and '.join(timed)}" if timed else ""
+    return f"left behind: {left or 'nothing'}{aside}"
 
 
 def _timeless(events: Sequence[Event]) -> list[Event]:

@@ -208,7 +208,8 @@ class _Page:
             tip=self._tip(row),
             ends=(row.lane, row.to),
         )
-        text = self._words(row) + (" (not arrived)" if row.lost and not row.fault else "")
+        missing = " ..." if self.waiting else " (not arrived)"
+        text = self._words(row) + (missing if row.lost and not row.fault else "")
         middle = self._place(row.lane, row.to, text)
         self.page.text(
             middle,

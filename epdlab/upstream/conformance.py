@@ -74,7 +74,7 @@ async def compare_all() -> dict[str, Any]:
     """Every release: how many scenarios were compared, how many in order too, and what differs."""
     async with Bed() as bed:
         compared = {release: await compare(release, bed) for release in RELEASES}
-    return {"releases": {release: _summed(found) for release, found in compared.items()}}
+    return {"releases": {f"v{release.replace('.', '_')}": _summed(found) for release, found in compared.items()}}
 
 
 def _summed(found: list[Comparison]) -> dict[str, Any]:
