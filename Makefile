@@ -3,8 +3,9 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 NAME ?= transfer
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
-.PHONY: help setup setup-dev demo lab test check report bench upstream lock clean
+.PHONY: help setup setup-dev demo lab test notebooks check report bench upstream lock clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -23,7 +24,10 @@ lab: setup ## JupyterLab on the notebooks
 	@$(PY) -m epdlab lab $(ARGS)
 
 test: setup-dev ## every test, the notebooks included
-	@$(PY) -m pytest -m "not upstream" --nbval --nbval-current-env tests notebooks $(ARGS)
+	@$(PY) -m pytest -m "not upstream" $(NBVAL) tests notebooks $(ARGS)
+
+notebooks: setup-dev ## run the notebooks and store their outputs
+	@$(PY) tools/run_notebooks.py $(ARGS)
 
 check: setup-dev ## ruff and mypy
 	@$(PY) -m ruff check .

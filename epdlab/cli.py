@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from .errors import EpdLabError, UsageError
 from .rules import DEFAULT_PROFILE, PROFILES
 
+BENCHES = ("transfer", "landing", "steps", "store", "explore", "race", "ablation", "hazards")
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _as_interrupt(*_: object) -> NoReturn:
     """The first Ctrl-C ends the command; a second one must not stop it from ending its processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     raise KeyboardInterrupt
 
 
@@ -264,8 +265,8 @@ def _add_bench(commands: Any) -> None:
 
         return _finish(bench.run(chosen.name, chosen.quick, chosen.write, _sayer(chosen.json)), chosen.json)
 
-    parser = _command(commands, "bench", "measure: transfer, landing, steps, store, explore, race", run)
-    parser.add_argument("name", choices=("transfer", "landing", "steps", "store", "explore", "race"))
+    parser = _command(commands, "bench", f"measure or count: {', '.join(BENCHES)}", run)
+    parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
 

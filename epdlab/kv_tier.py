@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
-from .store import EmbeddingCache, Hold
+from .hold import Hold
+from .store import EmbeddingCache
 from .store_object import Item
 
 if TYPE_CHECKING:

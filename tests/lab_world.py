@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,16 @@ def alive(pid: int) -> bool:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def light(folder: Path) -> dict[str, str]:
+    """An environment whose torch and transformers are empty: a nursery starts at once, for roles that need neither."""
+    for name in ("torch", "transformers/models/qwen2_5_vl"):
+        for package in [Path(name), *Path(name).parents][:-1]:
+            (folder / package).mkdir(parents=True, exist_ok=True)
+            (folder / package / "__init__.py").touch()
+    (folder / "transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py").touch()
+    return os.environ | {"PYTHONPATH": str(folder)}
 
 
 def wait_until(fact: Callable[[], bool], seconds: float = 30.0) -> None:

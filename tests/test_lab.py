@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
-from lab_world import alive, parent, wait_until
+from lab_world import alive, light, parent, wait_until
 
 from epdlab.control import Held, Hello, pack
 from epdlab.errors import DeadlineExceeded, EpdLabError, HandoffError, LabError, PeerLost, TransferFailed, UsageError
@@ -397,18 +397,17 @@ import sys
 from epdlab.lab import Lab
 
 with Lab(tp=1, model="synthetic") as lab:
-    lab.hold("transfer.write")
-    lab.request("bytes:65536:1")
-    lab.run_until("transfer.write")
+    lab.hold("encode.post")
+    lab.request("bytes:1:1")
+    lab.run_until("encode.post")
     print(*(process.pid for process in lab.processes.values()), flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_parent_that_dies_takes_its_processes_along() -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+def test_a_parent_that_dies_takes_its_processes_along(tmp_path: Path) -> None:
+    quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen([sys.executable, "-c", CHILD], env=light(tmp_path), **quiet)  # type: ignore[call-overload]
     with child:
         assert child.stdout is not None
         pids = [int(word) for word in child.stdout.readline().split()]
@@ -420,8 +419,9 @@ def test_a_parent_that_dies_takes_its_processes_along() -> None:
         wait_until(lambda: not any(map(alive, [*pids, nursery])))
 
 
-def test_a_nursery_that_dies_is_noticed(tmp_path: Path) -> None:
+def test_a_nursery_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its children die with it; whoever waits for their end, or wants a new one, is told."""
+    monkeypatch.setenv("PYTHONPATH", light(tmp_path)["PYTHONPATH"])
     nursery = Nursery()
     pid, ended = nursery.start(_idle_role(), tmp_path / "y.log")
     os.kill(nursery._child.pid, signal.SIGKILL)

@@ -18,7 +18,8 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL_TIMEOUT_S = 300
-PICTURE_COLOURS = 64
+PICTURE_COLOURS = 256
+_BY_COLOUR = Image.Quantize.FASTOCTREE  # keeps a colour that few pixels have, such as a legend's
 WIDGET = "application/vnd.jupyter.widget-view+json"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -73,7 +74,7 @@ def smaller(png: str) -> str:
     """A picture (base64) with few colours, as a drawing has; unchanged if that does not make it smaller."""
     picture = io.BytesIO()
     raw = base64.b64decode(png)
-    Image.open(io.BytesIO(raw)).convert("RGB").quantize(PICTURE_COLOURS).save(picture, "PNG", optimize=True)
+    Image.open(io.BytesIO(raw)).convert("RGB").quantize(PICTURE_COLOURS, _BY_COLOUR).save(picture, "PNG", optimize=True)
     return base64.b64encode(picture.getvalue()).decode() if picture.tell() < len(raw) else png
 
 

@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import Any
 
 Say = Callable[[str], None]
-RESULT_NAMES = {"race": "race"}
+RESULT_NAMES = {"race": "race", "ablation": "ablation", "hazards": "explore"}
 
 
 def run(name: str, quick: bool, write: bool, say: Say) -> dict[str, Any]:
-    """Run one benchmark; its figures, kept in results/bench_NAME.json (the race in results/race.json) if `write`."""
+    """Run one benchmark; its figures, kept in results/bench_NAME.json (counts under RESULT_NAMES) if `write`."""
     module = import_module(f".{name}", __name__)
     answer: dict[str, Any] = getattr(module, f"bench_{name}")(quick, say)
     if write:

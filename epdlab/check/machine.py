@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, TypeGuard
 
 from ..encode_server import MMEncoder
 from ..errors import EpdLabError, StateError, one_line
@@ -19,74 +18,16 @@ from ..landing import Landing, LandingPool, PerRequestLanding
 from ..receiver import Item, MMReceiver, ReceiverConfig
 from ..regions import RegionTable
 from ..rules import Rule
-from ..steps import GO, Decision, Event, Point, Steps
-from .footprints import EncoderFootprints, Ledger, RankFootprints, Thing
+from ..steps import GO, Decision, Point, Steps
+from .footprints import EncoderFootprints, Ledger, RankFootprints
 from .loop import VirtualLoop
-from .machine_ports import MEMORY_BYTES, MachineClock, MachineEngine, MachineLink, Message, ModelTower, Setting, at_once
-from .model_engine import Mode, ModelMemory
+from .machine_ports import MEMORY_BYTES, MachineClock, MachineEngine, MachineLink, ModelTower, at_once
+from .model_engine import ModelMemory
+from .outcome import Gate, Input, Outcome, Writing
 from .scenario import ENCODER, Move, Scenario
 
 POOL_BYTES = 256
 PORTS_PER_PROCESS = 1000
-
-Input = tuple[Any, ...]
-"""What happens to a machine (all hashable):
-
-    ("start",)                      a rank takes up its first request
-    ("take", gate, how)             a held step goes on. how: None, a Decision, the code of a write, or memory to read
-    ("request", path, body, post)   a request comes in; `post` is what the answer names
-    ("answer", number, payload)     the answer to its own post `number`: a body, or (kind, message) of an error
-    ("frame", port, frame)          an ack comes in
-    ("pushed", number, ok)          its push `number` went out, or nobody listens
-    ("timer", number, at_once)      a timer fires; at_once: the step it leads to is not held
-    ("cancel", number)              the client of its request `number` gives up
-    ("claim", address, nbytes)      another owner registers memory; 0 bytes: withdraws it
-    ("census",)                     count what is held
-"""
-
-
-class Gate(NamedTuple):
-    """A step that waits: its number in this machine, what it is, and the inputs it stems from (a bit mask)."""
-
-    number: int
-    move: Move
-    point: Point
-    cause: int
-
-
-class Writing(NamedTuple):
-    """A one-sided write began."""
-
-    point: Point
-    session: str
-    source: int
-    target: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Outcome:
-    """All that follows from one input.
-
-    Attributes:
-        gates: steps that wait now. gone: gates whose steps wait no more, without having been taken.
-        pokes: what the process wrote into its own memory. regions: (address, bytes), 0 bytes for a withdrawal.
-        ended: requests that are over. defects: errors of the code itself, of which there must be none.
-        touched: what it touched, see `footprints`.
-    """
-
-    gates: list[Gate] = field(default_factory=list)
-    gone: list[int] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    timers: list[Setting] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
-    pokes: list[tuple[int, bytes]] = field(default_factory=list)
-    regions: list[tuple[int, int]] = field(default_factory=list)
-    writing: Writing | None = None
-    ended: list[int] = field(default_factory=list)
-    defects: list[str] = field(default_factory=list)
-    touched: dict[Thing, Mode] = field(default_factory=dict)
 
 
 class Machine:
@@ -193,7 +134,7 @@ class Machine:
     def _census(self) -> None:
         raise NotImplementedError
 
-    _HANDLERS: dict[str, Callable[..., Point | None]] = {
+    _HANDLERS: ClassVar[dict[str, Callable[..., Point | None]]] = {
         "take": _take,
         "timer": _timer,
         "request": _request,
@@ -212,9 +153,8 @@ class Machine:
         for task in self.loop.tasks:
             if not task.done():
                 live.append(task)
-            elif not task.cancelled() and (error := task.exception()) is not None:
-                if isinstance(error, StateError) or not isinstance(error, EpdLabError):
-                    self.out.defects.append(f"{self.process}: {one_line(error)}")
+            elif not task.cancelled() and _is_defect(error := task.exception()):
+                self.out.defects.append(f"{self.process}: {one_line(error)}")
         self.loop.tasks = live
 
     # ---- the gate ------------------------------------------------------------------------------------------------
@@ -328,6 +268,10 @@ class RankMachine(Machine):
         regions = len(self.engine.regions) - self.scenario.pool
         census = self.core.census() | {"regions": regions, "sockets": len(self.link.sockets)}
         self.steps.note("process.census", data=census)
+
+
+def _is_defect(error: BaseException | None) -> TypeGuard[BaseException]:
+    return error is not None and (isinstance(error, StateError) or not isinstance(error, EpdLabError))
 
 
 def _no_time() -> int:

@@ -1,4 +1,4 @@
-"""An executable model of Mooncake's contract: memory, regions, codes, and one-sided writes that have a begin and an end.
+"""An executable model of Mooncake's contract: memory, regions, return codes and one-sided writes.
 
 It answers what `engine.MooncakeEngine` answers (0.3.13.post1), except where RDMA verbs are stricter than TCP: those
 rules are listed in `STRICTER`, and a differential test holds both engines together. What the model does not
@@ -45,7 +45,7 @@ STRICTER: dict[str, Strictness] = {
     rule.name: rule
     for rule in (
         Strictness("source_unregistered", "a write whose source is in no live region"),
-        Strictness("source_spans_regions", "a write whose source lies in two adjacent regions, none of which covers it"),
+        Strictness("source_spans_regions", "a write whose source lies in two adjacent regions, and in none whole"),
         Strictness("source_withdrawn", "a write whose source region is deregistered before it ends"),
         Strictness("destination_withdrawn", "a write whose destination region is deregistered before it ends"),
     )

@@ -18,7 +18,8 @@ from ..steps import Event
 from .footprints import Thing, Touched, independent
 from .model_engine import Mode
 from .scenario import Move
-from .world import State, Taken, World
+from .turn import State
+from .world import Taken, World
 
 Reduction = Literal["full", "processes", "none"]
 

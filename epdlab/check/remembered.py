@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .machine import Input, Machine, Outcome
+from .machine import Machine
+from .outcome import Input, Outcome
 
 FORGET_AT = 200_000
 

@@ -120,7 +120,7 @@ class FaultKind:
 
 FAULTS: dict[str, FaultKind] = {
     "transfer_fails": FaultKind("a write answers -1 and no byte lands", "at_step", "transfer.write"),
-    "transfer_late": FaultKind("a write answers -1, and the rest of its bytes lands later", "at_step", "transfer.write"),
+    "transfer_late": FaultKind("a write answers -1, and the rest of it lands later", "at_step", "transfer.write"),
     "send_repeated": FaultKind("a rank posts one /send twice, as a client that retries", "at_step", "send.post"),
     "rank_cancels": FaultKind("a rank's client gives the request up", "any_time", "request.cancel"),
     "receiver_deadline": FaultKind("a rank's deadline fires", "any_time", "timer.fire"),

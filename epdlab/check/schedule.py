@@ -15,7 +15,8 @@ from ..steps import Event, Phase, step_spec
 from ..trace.invariants import Breach, check
 from .quiet import quiet
 from .scenario import FAULTS, FIRST, Fault, Move, Scenario, Target, fault_kind
-from .world import TICK_NS, State, Taken, World
+from .turn import State
+from .world import TICK_NS, Taken, World
 
 VERSION = 1
 MAX_BYTES = 1024 * 1024

@@ -5,14 +5,14 @@ A striker keeps nothing: whether it has struck stands in the world's state.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..steps import Decision, Phase, Point
 from .model_engine import FAILED, OK, covered
 from .scenario import FIRST, Fault, Move
 
 if TYPE_CHECKING:
-    from .world import State, Timer, Turn
+    from .turn import State, Timer, Turn
 
 OTHER = "other"
 LATE = "late"
@@ -46,7 +46,7 @@ class Striker:
 class AtStep(Striker):
     """Strikes the first step that matches its target."""
 
-    ANSWERS: dict[str, object] = {
+    ANSWERS: ClassVar[dict[str, object]] = {
         "transfer_fails": Decision("fail", FAILED),
         "transfer_late": LATE,
         "send_repeated": Decision("repeat"),
@@ -121,7 +121,7 @@ class RankCancels(AnyTime):
 class TimerFires(AnyTime):
     """A deadline, or the encoder's clean-up timer, fires early."""
 
-    NAMES = {"receiver_deadline": "deadline", "cleanup_timer": "cleanup"}
+    NAMES: ClassVar[dict[str, str]] = {"receiver_deadline": "deadline", "cleanup_timer": "cleanup"}
 
     def possible(self, state: State) -> bool:
         return self._timer(state) is not None
@@ -134,11 +134,11 @@ class TimerFires(AnyTime):
     def _timer(self, state: State) -> Timer | None:
         assert self.fault is not None
         name, target = self.NAMES[self.fault.kind], self.fault.target
+        wanted = (FIRST, target.part, target.rank)
         for timer in state.timers:
             labels = dict(timer.labels)
-            if timer.name == name and labels.get("req") == FIRST and labels.get("part") == target.part:
-                if labels.get("rank") == target.rank:
-                    return timer
+            if timer.name == name and (labels.get("req"), labels.get("part"), labels.get("rank")) == wanted:
+                return timer
         return None
 
 
@@ -173,6 +173,7 @@ _ANY_TIME: dict[str, type[AnyTime]] = {
 
 
 def striker_of(fault: Fault | None) -> Striker:
+    """What makes this fault happen in a world."""
     if fault is None:
         return Striker()
     if fault.kind in _ANY_TIME:

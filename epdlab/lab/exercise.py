@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import one_line
 from ..trace.render import Drawing
+from ..trace.spans import times
 
 Answer = Callable[..., Any]
 
@@ -66,9 +67,9 @@ def judge(answer: Answer, budget: int, wrong: Callable[[], str | None], right: s
     """
     lines = body_lines(answer)
     if lines == 0:
-        return Verdict(None, f"{answer.__name__} is still a stub of at most {budget} lines")
+        return Verdict(None, f"{answer.__name__} is still a stub of at most {times(budget, 'lines')}")
     if lines > budget:
-        return Verdict(False, f"{answer.__name__} has {lines} lines, its budget is {budget}")
+        return Verdict(False, f"{answer.__name__} has {times(lines, 'lines')}, its budget is {budget}")
     found = wrong()
     return Verdict(found is None, right if found is None else found)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from ..steps import Event
 from ..trace.architecture import architecture
+from ..trace.render import Drawing
 from ..trace.sequence import sequence
 from .demo import leaks_of
-from .exercise import Answer, Tried, attempt, judge
+from .exercise import Answer, Tried, attempt, body_lines, judge
 from .lab import Lab
 
 ASKED = ("bytes:4096:1", "bytes:65536:2")
@@ -58,10 +59,17 @@ def try_count(answer: Answer) -> Tried:
                 return found if error else f"with {tp} ranks and {parts} part(s), {found}"
         return None
 
-    tp, parts = COUNTED[-1]
-    counts = ", ".join(f"{n} {word}" for n, word in zip(_counts(runs[tp, parts]), WORDS, strict=True))
-    drawing = architecture(runs[tp, parts], title=f"{tp} ranks, {parts} parts: {counts}")
+    drawing = _counted(*COUNTED[-1], runs[COUNTED[-1]], answered=body_lines(answer) > 0)
     return Tried(drawing, judge(answer, 1, wrong, f"{len(runs)} runs have as many as you said"))
+
+
+def _counted(tp: int, parts: int, events: Sequence[Event], answered: bool) -> Drawing:
+    """A run and its counts; for who has not answered yet, only its processes."""
+    if not answered:
+        started = [event for event in events if event.step == "process.start"]
+        return architecture(started, title=f"{tp} ranks, {parts} encode servers")
+    counts = ", ".join(f"{n} {word}" for n, word in zip(_counts(events), WORDS, strict=True))
+    return architecture(events, title=f"{tp} ranks, {parts} parts: {counts}")
 
 
 def _run(tp: int, parts: int) -> list[Event]:

@@ -9,11 +9,10 @@ Owns no process: master, donors and lab are the caller's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,8 @@ import numpy as np
 from PIL import Image
 
 from ..cached_tower import CachedTower
-from ..donor import Donor
 from ..encode_server import Tower
-from ..engine import keep_native_log
 from ..errors import LabError
-from ..master import MooncakeMaster
 from ..media import MediaPolicy
 from ..modality import Modality
 from ..steps import Event, Steps
@@ -39,8 +35,6 @@ from .lab import Lab
 KIB, MIB = 1 << 10, 1 << 20
 PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.02
-FLAGS = {"default_kv_lease_ttl": 3000, "client_ttl": 2}
-DONOR_BYTES = 16 * MIB
 CACHE_STEPS = ("cache.lookup", "cache.get", "cache.put", "cache.evict", "cache.copy")
 
 
@@ -66,8 +60,9 @@ class Asked:
         return self.digests == self.wanted
 
     def __repr__(self) -> str:
-        said = [f"{name}: " + ", ".join(f"{n} {what}" for what, n in grew.items()) for name, grew in self.found.items()]
-        return f"{self.req_id}  {'; '.join(said)}; bytes {'right' if self.right else 'WRONG'}"
+        grew = {name: ", ".join(f"{n} {what}" for what, n in new.items()) for name, new in self.found.items() if new}
+        said = "; ".join(f"{name}: {what}" for name, what in grew.items())
+        return f"{self.req_id}  {said}; bytes {'right' if self.right else 'WRONG'}"
 
 
 async def ask(lab: Lab, *items: str) -> Asked:
@@ -164,19 +159,6 @@ async def open_cache(
     )
     await cache.open()
     return cache
-
-
-@contextlib.asynccontextmanager
-async def stage() -> AsyncIterator[MooncakeMaster]:
-    """A master with one donor of its own, up and down again."""
-    with tempfile.TemporaryDirectory(prefix="epdlab-store-") as folder:
-        out = Path(folder)
-        keep_native_log(out / "native.log")
-        async with (
-            MooncakeMaster(out / "master.log", flags=FLAGS) as master,
-            Donor(master.address, DONOR_BYTES, out / "donor.log"),
-        ):
-            yield master
 
 
 class Saving(NamedTuple):

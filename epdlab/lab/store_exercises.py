@@ -1,4 +1,4 @@
-"""The exercises of notebook 05: each runs an answer on a real store of its own, draws what it did, and judges it."""
+"""The exercises of notebook 05: each runs an answer on a real store, draws what it did, and judges it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..cached_tower import CachedTower
 from ..encode_server import Prepared
 from ..engine import TensorBuffer
+from ..master import MooncakeMaster
 from ..modality import Modality
 from ..steps import Event
 from ..store import EmbeddingCache
@@ -18,10 +19,10 @@ from ..tower import SyntheticTower
 from ..trace.sequence import sequence
 from .exercise import Answer, Tried, attempt, judge
 from .lab import Lab
-from .store_bench import Asked, ask, counters, digest_of, open_cache, stage, until, written
+from .store_bench import Asked, ask, counters, digest_of, open_cache, until, written
 
 PICTURE = "bytes:65536:5"
-SEEDED = ("bytes:1048576:1", "bytes:1048576:2")
+SEEDED = ("bytes:1048576:71", "bytes:1048576:72")
 SWAPPED = SEEDED[::-1]
 Key = Callable[[str, Modality, tuple[int, int, int], bytes], str]
 UpstreamKey = Callable[[bytes], str]
@@ -74,25 +75,24 @@ class Shared(NamedTuple):
     events: list[Event]
 
 
-async def share(key: Key, picture: str = PICTURE) -> Shared:
+async def share(key: Key, master: MooncakeMaster, picture: str = PICTURE) -> Shared:
     """Encoder `enc0` has model-a, `enc1` has model-b of the same width; both are asked for one picture."""
     events: list[Event] = []
     models = Model("model-a"), Model("model-b")
-    async with stage() as master:
-        caches = [await open_cache(master.address, f"enc{n}", events=events) for n in range(2)]
-        got = []
-        for model, cache in zip(models, caches, strict=True):
-            got.append(await digest_of(KeyedTower(model, cache, key), picture))
-            await cache.settled()
-        await asyncio.gather(*(cache.close() for cache in caches))
+    caches = [await open_cache(master.address, f"enc{n}", events=events) for n in range(2)]
+    got = []
+    for model, cache in zip(models, caches, strict=True):
+        got.append(await digest_of(KeyedTower(model, cache, key), picture))
+        await cache.settled()
+    await asyncio.gather(*(cache.close() for cache in caches))
     own = [await digest_of(model, picture) for model in models]
     return Shared((own[0], own[1]), (got[0], got[1]), events)
 
 
-async def try_upstream_key(answer: UpstreamKey) -> Tried:
+async def try_upstream_key(answer: UpstreamKey, master: MooncakeMaster) -> Tried:
     """`upstream_key(pixels)`: as SGLang 0.5.17 makes it. Two models then share one entry."""
     safe = _guarded(lambda fingerprint, modality, grid, pixels: answer(pixels))
-    shared = await share(safe)
+    shared = await share(safe, master)
 
     def wrong() -> str | None:
         said, error = attempt(answer, b"pixels")
@@ -104,9 +104,9 @@ async def try_upstream_key(answer: UpstreamKey) -> Tried:
     return Tried(sequence(shared.events, title="one picture, two models, your key"), judge(answer, 2, wrong, right))
 
 
-async def try_own_key(answer: Key) -> Tried:
+async def try_own_key(answer: Key, master: MooncakeMaster) -> Tried:
     """`own_key(fingerprint, modality, grid, pixels)`: no two different embeddings share a key."""
-    shared = await share(_guarded(answer))
+    shared = await share(_guarded(answer), master)
 
     def wrong() -> str | None:
         if shared.got != shared.own:
@@ -149,9 +149,9 @@ def _upstream(pixels: bytes) -> str:
     return f"emb_{int.from_bytes(hashlib.sha256(pixels).digest()[:8], 'big')}"
 
 
-async def try_fall_back(answer: Answer) -> Tried:
+async def try_fall_back(answer: Answer, master: MooncakeMaster) -> Tried:
     """`fall_back(lab)`: an encoder is promised a hit and does not get it, and the request is right all the same."""
-    async with stage() as master, Lab(model="synthetic", tp=1, encoders=2, master=master.address) as lab:
+    async with Lab(model="synthetic", tp=1, encoders=2, master=master.address) as lab:
         await ask(lab, *SEEDED)
         start = len(lab.events)
         _, error = await asyncio.to_thread(attempt, answer, lab)

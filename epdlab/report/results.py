@@ -29,8 +29,8 @@ _VERSIONED = {
 }
 _COMMANDS = {
     "race": "python -m epdlab bench race --write",
-    "explore": "python -m epdlab explore",
-    "ablation": "python -m epdlab explore --ablate",
+    "explore": "python -m epdlab bench hazards --write",
+    "ablation": "python -m epdlab bench ablation --write",
     "store": "python -m epdlab store --facts --write",
     "conformance": "python -m epdlab.upstream.conformance",
     "upstream": "make upstream",
