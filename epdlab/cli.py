@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -107,6 +108,22 @@ def _size(text: str) -> int:
     if not number.isdigit() or int(number) * unit < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 65536, 64KiB, 4MiB or 1GiB")
     return int(number) * unit
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 1 to 65535, or 0 for a free one")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write seconds, such as 0.5 or 180")
+    return seconds
 
 
 def _add_doctor(commands: Any) -> None:
@@ -310,7 +327,7 @@ def _add_handoff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--protocol", default="tcp", choices=("tcp", "rdma"))
     parser.add_argument("--strict", action="store_true", help="an uncovered write is an error")
     parser.add_argument("--no-digest", action="store_true", help="do not checksum embeddings")
-    parser.add_argument("--quarantine", type=float, default=60.0, metavar="S")
+    parser.add_argument("--quarantine", type=_seconds, default=60.0, metavar="S")
 
 
 def _role_fields(chosen: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -341,8 +358,8 @@ def _add_encoder(commands: Any) -> None:
 
     parser = _add_role(commands, "encoder", "run one encode server", run)
     _add_handoff(parser)
-    parser.add_argument("--port", type=int, default=0, help="HTTP port, 0 for a free one")
-    parser.add_argument("--send-timeout", type=float, metavar="S", help="clean-up timer; default: the profile's")
+    parser.add_argument("--port", type=_port, default=0, help="HTTP port, 0 for a free one")
+    parser.add_argument("--send-timeout", type=_seconds, metavar="S", help="clean-up timer; default: the profile's")
     parser.add_argument("--nic-slices", type=int, default=0, help="emulate an NIC with so many slices a write")
     parser.add_argument("--media-root", type=Path, help="folder that file items may come from")
     parser.add_argument("--allow-private-urls", action="store_true")
@@ -356,7 +373,7 @@ def _add_prefill(commands: Any) -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--encoder-urls", required=True, metavar="URL[,URL]")
     parser.add_argument("--pool-bytes", type=_size_or_zero, default=0)
-    parser.add_argument("--deadline", type=float, default=180.0, metavar="S")
+    parser.add_argument("--deadline", type=_seconds, default=180.0, metavar="S")
     parser.add_argument("--image", action="append", default=[], help="as the encoder can load it (repeatable)")
     parser.add_argument("--video", action="append", default=[])
     parser.add_argument("--prompt", default="Describe what you see.")

@@ -109,10 +109,12 @@ _decode_from_role: msgspec.msgpack.Decoder[FromRole] = msgspec.msgpack.Decoder(F
 
 
 def pack(message: msgspec.Struct) -> bytes:
+    """One frame."""
     return _encode(message)
 
 
 def unpack_from_role(frame: bytes) -> FromRole:
+    """What a role said. Raises msgspec.DecodeError for anything else."""
     return _decode_from_role.decode(frame)
 
 

@@ -141,6 +141,10 @@ class EmbeddingData:
         same = (ours.mm_items, ours.modality, ours.num_parts)
         return same == (theirs.mm_items, theirs.modality, theirs.num_parts)
 
+    def encoding(self) -> bool:
+        """Whether its embedding is still being made (it may have failed or been released meanwhile)."""
+        return self.state is PartState.ENCODING
+
     @property
     def timed(self) -> bool:
         """Whether nothing runs for this part and a timer will clean it up."""
@@ -243,7 +247,7 @@ class MMEncoder:
             part = self.parts[key] = EmbeddingData(request)
             self._spawn(self._make(part))
         elif not part.asked_by(request):
-            raise MetadataMismatch(f"{key} is in use for other items or another split; give every request its own req_id")
+            raise MetadataMismatch(f"{key} is in use for other items or parts; give every request its own req_id")
         await part.described.wait()
         if part.error is not None:
             raise part.error
@@ -296,7 +300,7 @@ class MMEncoder:
 
     async def _stage(self, part: EmbeddingData, buffer: Buffer) -> None:
         """The embedding is there: let waiting /send calls go on, also where it came too late."""
-        if part.state is not PartState.ENCODING:
+        if not part.encoding():
             await self._too_late(part, buffer)
             return
         buffer.synchronize()
@@ -308,7 +312,7 @@ class MMEncoder:
         if self._registers_when_ready(part):
             with suppress(RegistrationRefused):  # the first /send tries again, and says so
                 await self._shared_region(part, buffer, part.labels)
-            if part.state is not PartState.ENCODING:
+            if not part.encoding():
                 await self._too_late(part, buffer)
                 return
         part._transition(PartState.READY)
@@ -577,7 +581,7 @@ class MMEncoder:
             log.error("background work of the encoder failed: %s", one_line(error))
 
     def census(self) -> dict[str, int]:
-        """What is still held, by kind. What waits for a clean-up timer of its own counts as `timed`, not by its kind."""
+        """What is still held, by kind. What waits for a timer of its own counts as `timed`, not by its kind."""
         everything = {*self.parts.values(), *self.releasing}
         timed = {part for part in everything if part.timed}
         owners = {part.key for part in timed}

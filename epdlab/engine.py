@@ -322,7 +322,7 @@ def _mapped(address: int, nbytes: int) -> bool:
     """Whether every page of the range is mapped (msync answers ENOMEM for a hole)."""
     start = address - address % mmap.PAGESIZE
     length = ctypes.c_size_t(address + nbytes - start)
-    return _libc.msync(ctypes.c_void_p(start), length, _MS_ASYNC) == 0
+    return bool(_libc.msync(ctypes.c_void_p(start), length, _MS_ASYNC) == 0)
 
 
 _: type[Buffer] = TensorBuffer

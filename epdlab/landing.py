@@ -119,7 +119,7 @@ class PerRequestLanding(_Slots):
             bytes=nbytes,
             **labels,
         )
-        memory = {"region": name, "address": buffer.address, "bytes": nbytes}
+        memory: dict[str, Any] = {"region": name, "address": buffer.address, "bytes": nbytes}
         try:
             region = await self.regions.register(buffer, owner, must_succeed=self._must_succeed, **labels)
         except BaseException:

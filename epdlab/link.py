@@ -5,7 +5,6 @@ aiohttp and pyzmq are imported here and nowhere else in the hand-off. No embeddi
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -27,7 +26,7 @@ CUT_OFF_BYTES = 16 * MAX_FRAME_BYTES
 
 
 class ZmqAcks:
-    """A PULL socket on a port of its own. A frame over the limit is read and refused; far over it, the peer is cut off."""
+    """A PULL socket on a port of its own. A frame over the limit is refused; far over it, its sender is cut off."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -95,7 +94,7 @@ class HttpZmqLink:
         try:
             async with self._session.post(url, data=body) as reply:
                 answer = await reply.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise PeerLost(f"{url} does not answer ({type(error).__name__}); is the encoder running?") from None
         if reply.status != 200:
             raise _error_of(answer, reply.status)
@@ -117,7 +116,8 @@ class HttpZmqLink:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise LabError(f"cannot listen on {self.host}:{self.port} ({error.strerror}); choose another --port") from None
+            where = f"{self.host}:{self.port}"
+            raise LabError(f"cannot listen on {where} ({error.strerror}); choose another --port or --host") from None
         self.port = int(self._runner.addresses[0][1])
         return f"http://{self.host}:{self.port}"
 

@@ -132,6 +132,7 @@ _frame_decoder = msgspec.msgpack.Decoder(Ack)
 
 
 def to_json(message: msgspec.Struct) -> bytes:
+    """An HTTP body."""
     return _to_json.encode(message)
 
 
@@ -151,6 +152,7 @@ def from_json(body: bytes, kind: type[M]) -> M:
 
 
 def to_frame(ack: Ack) -> bytes:
+    """One ZMQ frame."""
     return _to_frame.encode(ack)
 
 

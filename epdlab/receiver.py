@@ -66,6 +66,10 @@ class ReceiverConfig:
     quarantine_s: float = 60.0
     digest: bool = True
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.tp:
+            raise UsageError(f"there is no rank {self.rank} of {self.tp}; ranks are 0 to {self.tp - 1}")
+
 
 class RequestState(Enum):
     """Lifecycle of a request on one rank."""
@@ -383,7 +387,7 @@ class MMReceiver:
                 f"{request.req_id} had not landed after {self.config.deadline_s:g} s (it was {request.state.value}); "
                 "see the trace for the step it waited at"
             )
-        if isinstance(error, asyncio.CancelledError) or isinstance(error, EpdLabError):
+        if isinstance(error, asyncio.CancelledError | EpdLabError):
             return error
         return HandoffError(f"{request.req_id}: {one_line(error)}")
 
@@ -446,7 +450,7 @@ class MMReceiver:
         return task
 
     async def _surely(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for work that goes on even if whoever waits is cancelled: what is released is released once, and whole."""
+        """Wait for work that goes on even if whoever waits is cancelled: a release is whole, and happens once."""
         await asyncio.shield(self._spawn(work))
 
     def _reap(self, task: asyncio.Task[Any]) -> None:

@@ -142,7 +142,7 @@ DEFAULT_PROFILE = "hardened"
 
 
 def profile(name: str) -> Profile:
-    """The profile called `name`; `NAME-RULE` is the profile NAME without that rule, `NAME+RULE` with it, and so on.
+    """The profile called `name`; `NAME-RULE` is profile NAME without that rule, `NAME+RULE` with it, and so on.
 
     Raises:
         UsageError: no such profile; names the nearest ones.

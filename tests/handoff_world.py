@@ -178,9 +178,7 @@ class World:
     def _steps(self, process: str) -> Steps:
         return Steps(process, self._record, self.hand)
 
-    def _encoder(
-        self, index: int, engine: MooncakeEngine, config: EncoderConfig | None, strict: bool
-    ) -> MMEncoder:
+    def _encoder(self, index: int, engine: MooncakeEngine, config: EncoderConfig | None, strict: bool) -> MMEncoder:
         steps = self._steps(f"enc{index}")
         return MMEncoder(SyntheticTower(), engine, self._link(), self.clock, steps, self.profile, config, strict)
 

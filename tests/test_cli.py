@@ -117,7 +117,8 @@ def test_demo_as_json(here: Callable[..., Ran], tmp_path: Path) -> None:
 
 def test_demo_with_two_images_and_a_video_over_two_encoders(here: Callable[..., Ran], tmp_path: Path) -> None:
     items = ["--image", HARBOUR, "--image", TILES, "--video", BALL]
-    ran = here("demo", *items, "--tp", "3", "--encoders", "2", "--prompt", "What moves?", "--json", "--out", str(tmp_path))
+    shape = ["--tp", "3", "--encoders", "2", "--prompt", "What moves?"]
+    ran = here("demo", *items, *shape, "--json", "--out", str(tmp_path))
     assert (ran.code, ran.answer["ok"], ran.answer["logits_max_abs_diff"]) == (0, True, 0.0)
     events = read_trace(tmp_path / "trace.jsonl")
     parts = {(event.part, event.process) for event in events if event.step == "transfer.write"}
@@ -162,7 +163,8 @@ def bomb(path: Path) -> str:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b""))
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + body)
     return str(path)
 
 
@@ -223,8 +225,13 @@ def test_a_demo_that_cannot_be(
         (["dance"], 2, "invalid choice: 'dance'"),
         (["demo", "--out", "/proc/nothing"], 1, "/proc/nothing"),
         (["demo", "--out", "/etc/hostname"], 1, "/etc/hostname"),
-        (["encoder", "--port", "x"], 2, "invalid int value: 'x'"),
+        (["encoder", "--port", "x"], 2, "'x' is no port; use 1 to 65535"),
+        (["encoder", "--port", "65536"], 2, "'65536' is no port; use 1 to 65535"),
+        (["encoder", "--send-timeout", "-1"], 2, "'-1' is no time; write seconds"),
+        (["encoder", "--quarantine", "nan"], 2, "'nan' is no time; write seconds"),
+        (["encoder", "--model", "synthetic", "--trace", "/no/such/folder/x"], 1, "/no/such/folder/x"),
         (["prefill"], 2, "--encoder-urls"),
+        (["prefill", "--encoder-urls", "u", "--deadline", "soon"], 2, "'soon' is no time; write seconds"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -238,7 +245,8 @@ def test_a_model_that_is_not_there(here: Callable[..., Ran]) -> None:
     ran = here("demo", "--model", "/no/such/checkpoint", "--json")
     assert ran.code in (1, 2)
     assert ran.out == ""
-    assert re.match(r"epdlab: (enc0|reference) ended.*'/no/such/checkpoint' is no checkpoint folder", ran.err.splitlines()[-1])
+    said = ran.err.splitlines()[-1]
+    assert re.match(r"epdlab: (enc0|reference) ended.*'/no/such/checkpoint' is no checkpoint folder", said)
 
 
 def test_rdma_where_there_is_none(here: Callable[..., Ran]) -> None:
@@ -354,7 +362,8 @@ def test_roles_by_hand() -> None:
     )
     with server:
         assert server.stdout is not None
-        found = re.search(r"serves (http://127\.0\.0\.1:(\d+)), engine session 127\.0\.0\.1:\d+", server.stdout.readline())
+        line = server.stdout.readline()
+        found = re.search(r"serves (http://127\.0\.0\.1:(\d+)), engine session 127\.0\.0\.1:\d+", line)
         assert found is not None
         rank = epdlab("prefill", "--model", "synthetic", "--encoder-urls", found[1], "--image", "bytes:4097:1")
         assert rank.code == 0, rank.err
@@ -381,7 +390,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
         code, said = in_nursery("enc0", tmp_path, "encoder", "--port", str(port), "--model", "synthetic")
     assert code == 1
     assert f"epdlab: cannot listen on 127.0.0.1:{port} (" in said.splitlines()[-1]
-    assert said.splitlines()[-1].endswith("choose another --port")
+    assert said.splitlines()[-1].endswith("choose another --port or --host")
     assert "Traceback" not in said
 
 
@@ -393,8 +402,23 @@ def test_a_rank_whose_encoder_is_not_there(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+def test_a_rank_that_is_none_of_its_group(tmp_path: Path) -> None:
+    arguments = ["prefill", "--model", "synthetic", "--encoder-urls", "http://127.0.0.1:9", "--rank", "2", "--tp", "2"]
+    code, said = in_nursery("rank2", tmp_path, *arguments)
+    assert (code, "there is no rank 2 of 2; ranks are 0 to 1" in said.splitlines()[-1]) == (2, True)
+
+
+def test_a_role_that_breaks_leaves_its_traceback_in_its_log(tmp_path: Path) -> None:
+    """Not on the user's screen; but a defect must not vanish either."""
+    code, said = in_nursery("enc0", tmp_path, "encoder", "--model", "synthetic", "--host", "\0")
+    assert code == 1
+    assert "Traceback" in said or said.splitlines()[-1].startswith("epdlab: ")
+
+
 def test_a_rank_without_items(tmp_path: Path) -> None:
-    code, said = in_nursery("rank0", tmp_path, "prefill", "--model", "synthetic", "--encoder-urls", "http://127.0.0.1:9")
+    code, said = in_nursery(
+        "rank0", tmp_path, "prefill", "--model", "synthetic", "--encoder-urls", "http://127.0.0.1:9"
+    )
     assert (code, "give --image or --video" in said.splitlines()[-1]) == (2, True)
 
 
@@ -428,7 +452,8 @@ def test_doctor_with_two_wheels(tmp_path: Path) -> None:
     for name in ("mooncake_transfer_engine", "mooncake_transfer_engine_cuda13"):
         info = tmp_path / f"{name}-0.3.13.post1.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.3.13.post1\n")
+        facts = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.3.13.post1\n"
+        (info / "METADATA").write_text(facts)
     ran = epdlab("doctor", "--json", env=os.environ | {"PYTHONPATH": str(tmp_path)})
     (lack,) = [lack for lack in ran.answer["lacks"] if lack["name"] == "mooncake"]
     assert (ran.code, ran.answer["ok"]) == (1, False)
@@ -456,7 +481,8 @@ def test_importing_epdlab_is_light(program: str) -> None:
 def test_the_hand_off_needs_neither_torch_nor_transformers() -> None:
     """Sender and receiver know ports; torch comes with an engine, a tower or a model."""
     modules = "encode_server, receiver, landing, regions, messages, rules, steps, control"
-    asked = f"import sys; from epdlab import {modules}; print(*sorted({{'torch', 'transformers', 'mooncake'}} & set(sys.modules)))"
+    heavy = "{'torch', 'transformers', 'mooncake'}"
+    asked = f"import sys; from epdlab import {modules}; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []
 

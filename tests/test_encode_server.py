@@ -99,7 +99,8 @@ async def test_queued_requests_of_a_modality_run_as_one_batch(engines: EnginePoo
         await world.until(lambda: len(world.seen("encode.serve", phase="end")) == MAX_BATCH + 3)
         await turns()
         world.hand.run()
-        assert await within(asyncio.gather(*tasks)) == [[expected(f"bytes:{100 + n}:{n}")] for n in range(MAX_BATCH + 3)]
+        right = [[expected(f"bytes:{100 + n}:{n}")] for n in range(MAX_BATCH + 3)]
+        assert await within(asyncio.gather(*tasks)) == right
         batches = [event.data["parts"] for event in world.seen("encode.forward", phase="end") if event.data]
         assert [len(batch) for batch in batches] == [1, MAX_BATCH, 2]
         assert [part for batch in batches for part in batch] == [f"r{n}/part0" for n in range(MAX_BATCH + 3)]

@@ -85,7 +85,9 @@ async def test_a_write_answers_minus_1_where_it_may_not_land(pair: tuple[Mooncak
     assert target.deregister(landing.address) == 0
 
 
-@pytest.mark.parametrize("peer", ["127.0.0.1:1", "garbage", "", ":", "127.0.0.1:99999", "127.0.0.1:x", "\0", "x" * 5000])
+@pytest.mark.parametrize(
+    "peer", ["127.0.0.1:1", "garbage", "", ":", "127.0.0.1:99999", "127.0.0.1:x", "\0", "x" * 5000]
+)
 async def test_a_write_to_no_peer_answers_minus_1(here: MooncakeEngine, peer: str) -> None:
     buffer = filled(64)
     assert await here.write(peer, buffer.address, buffer.address, 64) == -1

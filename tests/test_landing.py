@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -402,7 +403,7 @@ class AnyOrder(RuleBasedStateMachine):
         spans += [(pool._base + offset, pool._base + offset + length) for offset, length in pool._holes]
         spans.sort()
         assert all(start % UNIT == pool._base % UNIT for start, _ in spans)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
     @invariant()
     def served_in_the_order_asked(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import pickle  # noqa: TID251  # the attack, not the tool: nothing in the package may import it
@@ -180,10 +181,8 @@ def test_an_ack_with_a_few_bytes_changed_is_an_ack_or_refused(data: st.DataObjec
 
 
 def _only_refused(decode: Callable[[bytes], object], frame: bytes) -> None:
-    try:
+    with contextlib.suppress(MetadataMismatch):
         assert isinstance(decode(frame), Ack)
-    except MetadataMismatch as error:
-        assert "\n" not in str(error)
 
 
 # ---- nothing runs ----------------------------------------------------------------------------------------------------

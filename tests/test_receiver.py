@@ -188,9 +188,7 @@ def test_items_are_spread_evenly_and_in_order(
     ]
 
 
-@given(
-    images=st.integers(0, 20), videos=st.integers(0, 20), encoders=st.integers(1, 9)
-)
+@given(images=st.integers(0, 20), videos=st.integers(0, 20), encoders=st.integers(1, 9))
 def test_every_item_is_in_exactly_one_part(images: int, videos: int, encoders: int) -> None:
     items = [Item(IMAGE, f"i{n}") for n in range(images)] + [Item(VIDEO, f"v{n}") for n in range(videos)]
     if not items:

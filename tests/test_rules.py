@@ -33,5 +33,5 @@ def test_what_is_added_can_be_taken_away() -> None:
 
 @pytest.mark.parametrize("name", ["hardend", "hardened-no_such_rule", "nothing+keep_embedding", "hardened+", ""])
 def test_another_name_is_refused_with_the_nearest(name: str) -> None:
-    with pytest.raises(UsageError, match="no profile .*; use .*"):
+    with pytest.raises(UsageError, match=r"no profile .*; use .*"):
         profile(name)

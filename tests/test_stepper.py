@@ -345,7 +345,7 @@ def test_epdlab_demo_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(sys, "stdin", io.StringIO("\nrun\nstate\nquit\n"))
     assert cli.main(["demo", "--step", "--device", "cpu", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.count("as in one process") == 2 and "left behind: nothing" in out and "- slots" in out
+    assert out.count("as in one process") == 2 and "left behind: nothing" in out and "- sockets" in out
 
 
 # ---- the panel ---------------------------------------------------------------------------------------------------

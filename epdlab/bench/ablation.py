@@ -12,13 +12,14 @@ from ..errors import LabError
 from ..report.results import RESULTS
 from . import Say
 
+SECONDS = 240.0
 FOLDER = RESULTS / "schedules"
 
 
 def bench_ablation(quick: bool, say: Say) -> dict[str, Any]:
     """Explore, and keep one schedule file per rule in results/schedules (not if `quick`)."""
     with tempfile.TemporaryDirectory(prefix="epdlab-ablation-") as folder:
-        answer = api.ablate(out=Path(folder) if quick else FOLDER, say=say)
+        answer = api.ablate(SECONDS / 4 if quick else SECONDS, out=Path(folder) if quick else FOLDER, say=say)
         rules = {row["rule"]: _shown(row) for row in answer["rules"]}
     kept = ("ok", "schedules", "exhaustive", "hardened")
     return {key: answer[key] for key in kept} | {"rules": rules}

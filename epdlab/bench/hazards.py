@@ -10,7 +10,7 @@ from ..modality import Modality
 from ..rules import PROFILES
 from . import Say
 
-SECONDS = 60.0
+SECONDS = 5.0
 SHAPES = ((2, 1), (1, 2))
 
 

@@ -117,6 +117,7 @@ def explore(
     seed: int = 0,
     report: Report | None = None,
     processes: list[Remembered] | None = None,
+    most: int | None = None,
 ) -> Exploration:
     """Explore a scenario with each of these kinds of fault.
 
@@ -125,6 +126,7 @@ def explore(
 
     Args:
         seconds: for all kinds together; None: as long as it takes.
+        most: schedules for each way a fault can strike, before the rest is given up.
         processes: machines of this scenario that remember, see `world.machines`.
     """
     found = Exploration(scenario.checked())
@@ -134,7 +136,7 @@ def explore(
         try:
             for left, kind in zip(range(len(kinds), 0, -1), kinds, strict=True):
                 spare = None if seconds is None else max(0.0, seconds - (time.monotonic() - began)) / left
-                _explore_kind(found, kind, spare, seed, report, processes)
+                _explore_kind(found, kind, _Budget(spare, most, seed), report, processes)
         except KeyboardInterrupt:
             found.interrupted = True
         for process in processes:
@@ -143,40 +145,44 @@ def explore(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    seconds: float | None
+    most: int | None
+    seed: int
+
+
 def _explore_kind(
-    found: Exploration,
-    kind: str,
-    seconds: float | None,
-    seed: int,
-    report: Report | None,
-    processes: list[Remembered],
+    found: Exploration, kind: str, budget: _Budget, report: Report | None, processes: list[Remembered]
 ) -> None:
     tally = found.tallies[kind] = Tally(exhaustive=False)
-    began = time.monotonic()
+    began, exhausted = time.monotonic(), []
     faults: list[Fault | None] = [None] if kind == NONE else [*faults_of(kind, found.scenario)]
     for left, fault in zip(range(len(faults), 0, -1), faults, strict=True):
-        spare = None if seconds is None else max(0.0, seconds - (time.monotonic() - began)) / left
         world = World(found.scenario, fault, processes)
-        search = Search(world)
-        ends = None if spare is None else time.monotonic() + spare * (1 - RANDOM_SHARE)
-        for run in _until(ends, search, tally, processes):
+        search, now = Search(world), time.monotonic()
+        spare = None if budget.seconds is None else max(0.0, budget.seconds - (now - began)) / left
+        ends = None if spare is None else now + spare * (1 - RANDOM_SHARE)
+        for run in _until(ends, budget.most, search, tally, processes):
             _keep(found, fault, run)
             if report is not None:
                 report(Progress(kind, search.covered, found.schedules, len(found.findings)))
         tally.states += search.states
         if not search.exhausted and spare is not None:
-            _sample(found, world, Random(f"{seed} {kind} {fault}"), time.monotonic() + spare * RANDOM_SHARE, tally)
-        covered = search.exhausted and (tally.exhaustive or left == len(faults))
-        tally.exhaustive = covered
+            _sample(found, world, Random(f"{budget.seed} {kind} {fault}"), now + spare, tally)
+        exhausted.append(search.exhausted)
+    tally.exhaustive = all(exhausted)
     tally.seconds = time.monotonic() - began
 
 
-def _until(ends: float | None, search: Search, tally: Tally, processes: list[Remembered]) -> Iterator[Run]:
-    """The search's runs, counted, until the time is over."""
+def _until(
+    ends: float | None, most: int | None, search: Search, tally: Tally, processes: list[Remembered]
+) -> Iterator[Run]:
+    """The search's runs, counted, until the budget is spent."""
     for run in search:
         tally.schedules += 1
         yield run
-        if ends is not None and time.monotonic() > ends:
+        if (ends is not None and time.monotonic() > ends) or (most is not None and search.runs >= most):
             return
         if search.runs % TIDY_EVERY == 0:
             for process in processes:

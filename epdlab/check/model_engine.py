@@ -54,6 +54,8 @@ STRICTER: dict[str, Strictness] = {
 NOT_MODELLED: dict[str, str] = {
     "pooled_connection": "with MC_TCP_ENABLE_CONNECTION_POOL=1 the write after a rejected one may answer -1 too, "
     "because the peer is closing the pooled connection; the one after that can take a second",
+    "failed_batch_deregister": "after a batch deregistration that answers -3 its ranges are gone, and every later "
+    "registration of them is refused with -7 as long as the engine lives; the model takes them again",
     "atomic_batch_write": "a batch write that fails may have written some of its ranges; the model writes those before "
     "the first bad one",
     "bandwidth": "a write takes as long as the schedule says, whatever its size",

@@ -98,6 +98,7 @@ class Search:
     """The orders of a world.
 
     Args:
+        start: a moment to begin at, see `turn.afresh`, and what led there; None: the very start.
         reduction: `full`; `processes`: any two moves of one process, or a write and its rank's moves, depend on each
             other; `none`: every order.
 
@@ -106,11 +107,11 @@ class Search:
         states: quiet moments visited. exhausted: every order has been covered.
     """
 
-    def __init__(self, world: World, reduction: Reduction = "full") -> None:
+    def __init__(self, world: World, reduction: Reduction = "full", start: Taken | None = None) -> None:
         self.world, self.reduction = world, reduction
         self.runs = self.blocked = self.states = 0
         self.exhausted = False
-        self._first = world.start()
+        self._first = start or world.start()
         self._nodes: list[Node] = []
         self._last: dict[Thing, list[tuple[int, Mode]]] = defaultdict(list)
         self._arrive(self._first.state, world.enabled(self._first.state), [])

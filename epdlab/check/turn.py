@@ -103,6 +103,15 @@ class State:
         )
 
 
+def afresh(state: State) -> State:
+    """The same moment as the first of a search: no move lies before it."""
+    fresh = state.copy()
+    fresh.moves = 0
+    fresh.causes = tuple((0,) * len(causes) for causes in state.causes)
+    fresh.waiting = {move: held._replace(birth=0) for move, held in state.waiting.items()}
+    return fresh
+
+
 T = TypeVar("T")
 
 

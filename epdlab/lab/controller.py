@@ -122,7 +122,7 @@ class Controller:
         try:
             async with self._changed:
                 await asyncio.wait_for(self._changed.wait_for(ready), timeout_s)
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             raise LabError(otherwise()) from None
 
     async def call(self, process: str, op: str, **args: Any) -> Any:

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from typing import Any
 
 PRELOADED = ("torch", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "aiohttp.web", "zmq.asyncio")
@@ -71,6 +72,8 @@ def _fork(order: dict[str, Any], inherited: list[int]) -> int:
     code = 1
     try:
         code = _role(order, inherited)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

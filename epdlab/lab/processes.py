@@ -140,7 +140,8 @@ class Process:
 
     def why(self) -> str:
         """How it ended, with its last error line, for an error message."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        said = self.log.read_text(errors="replace") if self.log.exists() else ""
+        lines = [line for line in said.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("epdlab: ")] or lines[-1:]
         last = f": {errors[-1].removeprefix('epdlab: ')}" if errors else ""
         how = _ending(self._end.result(0)) if self._end.done() else "has not ended"

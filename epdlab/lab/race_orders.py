@@ -83,8 +83,8 @@ class Tally:
 def tally(stepper: Stepper) -> Tally:
     """The codes and the broken invariants of a stepper's request so far."""
     events = stepper.events
-    codes = (_codes(events, step) for step in ("mr.register", "mr.deregister", "transfer.write"))
-    return Tally(*codes, broken=numbers(stepper.breaches))
+    registers, deregisters = _codes(events, "mr.register"), _codes(events, "mr.deregister")
+    return Tally(registers, deregisters, _codes(events, "transfer.write"), numbers(stepper.breaches))
 
 
 def _codes(events: Iterable[Event], step: str) -> tuple[int, ...]:

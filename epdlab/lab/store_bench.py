@@ -110,9 +110,10 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def cache_rows(events: Sequence[Event]) -> list[tuple[str, str, str]]:
-    """(process, step, what it did) of every cache step that has ended, in its process's order."""
+    """(process, step, what it did) of every cache step that has ended, in its process's order, writes behind last."""
     ended = [event for event in events if event.step in CACHE_STEPS and event.phase != "begin"]
-    return [(e.process, e.step, _told(e)) for e in sorted(ended, key=lambda event: event.process)]
+    ended.sort(key=lambda event: (event.process, event.step == "cache.put"))
+    return [(event.process, event.step, _told(event)) for event in ended]
 
 
 def _told(event: Event) -> str:
