@@ -113,6 +113,8 @@ class LinkPort(Protocol):
 
 
 class Timer(Protocol):
+    """A pending call."""
+
     def cancel(self) -> None: ...
 
 

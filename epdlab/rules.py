@@ -126,8 +126,8 @@ PROFILES: dict[str, Profile] = {
         _release_0523(
             "sglang-0.5.23",
             _RULES_0523,
-            "without the global embedding cache; an ack's dtype and bytes are not checked, and the receiver drains only "
-            "until its HTTP calls end",
+            "without the global embedding cache; an ack's dtype and bytes are not checked, and the receiver drains "
+            "only until its HTTP calls end",
         ),
         _release_0523(
             "sglang-0.5.23-cache",

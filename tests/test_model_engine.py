@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -58,7 +57,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair() -> Pair:
     """Engines of this module alone: without pooled connections, see NOT_MODELLED."""
     patch = pytest.MonkeyPatch()
     patch.setenv("MC_TCP_ENABLE_CONNECTION_POOL", "0")
@@ -66,7 +65,7 @@ def pair() -> Iterator[Pair]:
     patch.undo()
     dead = engines.pop()
     dead.close()
-    yield Pair(engines, dead.session_id, [Arena(), Arena()])
+    return Pair(engines, dead.session_id, [Arena(), Arena()])
 
 
 class BothEngines(RuleBasedStateMachine):
@@ -223,7 +222,7 @@ def test_tcp_does_not_notice_what_is_withdrawn_under_a_write(pair: Pair, name: s
         codes: list[int] = []
         session = pair.engines[1].session_id
         arguments = (session, source.address, target.address, LARGE)
-        call = threading.Thread(target=lambda a=arguments: codes.append(pair.engines[0].write_blocking(*a)))
+        call = threading.Thread(target=lambda a=arguments, c=codes: c.append(pair.engines[0].write_blocking(*a)))
         call.start()
         while call.is_alive() and target.map[0] == 0:
             pass

@@ -105,7 +105,7 @@ def test_every_profile_serves_one_rank(name: str) -> None:
 
 
 def test_a_sibling_loses_its_embedding_where_it_is_not_kept() -> None:
-    """0.5.12 has one receiver, and pops the embedding after its /send; 0.5.16 drops an image's after the first write."""
+    """0.5.12 pops the embedding after the only /send; 0.5.16 drops an image's after the first write."""
     for name in ("sglang-0.5.12", "sglang-0.5.16"):
         with Lab(tp=2, model="synthetic", profile=name, deadline_s=2.0) as lab:
             req_id = lab.request("bytes:1000:1", ranks=[0])

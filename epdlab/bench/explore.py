@@ -41,7 +41,8 @@ def bench_explore(quick: bool, say: Say) -> dict[str, Any]:
 
 def _measured(name: str, repeats: int) -> list[dict[str, Any]]:
     scenario = Scenario(name)
-    cold, warm = [], []
+    cold: list[float] = []
+    warm: list[float] = []
     for _ in range(repeats):
         processes = machines(scenario)
         for seconds in (cold, warm):

@@ -33,12 +33,13 @@ def bench_landing(quick: bool, say: Say) -> dict[str, Any]:
     repeats = 15 if quick else 51
     setup, fragments = asyncio.run(_on_engine(repeats))
     for row in setup:
-        say(f"{row['bytes'] // KIB:>8,} KiB  per request {row['per_request_us']:8.0f} us   pool {row['pool_us']:6.0f} us")
+        kib = row["bytes"] // KIB
+        say(f"{kib:>8,} KiB  per request {row['per_request_us']:8.0f} us   pool {row['pool_us']:6.0f} us")
     touch = _first_touch(repeats)
     for row in touch:
         say(f"{row['bytes'] // KIB:>8,} KiB  first write {row['fresh_ms']:8.2f} ms   warm {row['warm_ms']:8.2f} ms")
-    say(f"fragmentation: {fragments['waits']} of {fragments['requests']} requests waited, {fragments['blocked_by_holes']}"
-        " of them although enough bytes were free")  # fmt: skip
+    waits, blocked = fragments["waits"], fragments["blocked_by_holes"]
+    say(f"fragmentation: {waits} of {fragments['requests']} requests waited, {blocked} with enough bytes free")
     return {"ok": True, "setup": setup, "first_touch": touch, "fragmentation": fragments}
 
 
@@ -81,7 +82,7 @@ def _first_touch(repeats: int) -> list[dict[str, Any]]:
 
 
 async def _fragmentation(pool: LandingPool, requests: int = 2_000) -> dict[str, Any]:
-    """Requests of 0.25 to 16 MiB, up to three quarters of the pool in use, freed in random order: who waits, and why."""
+    """Requests of 0.25 to 16 MiB, up to three quarters of the pool in use, freed at random: who waits, and why."""
     chance = random.Random(SEED)
     held: list[LandingSlot] = []
     waits = blocked = 0

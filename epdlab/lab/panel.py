@@ -162,7 +162,8 @@ class Panel:
 
     def _told(self, said: str) -> str:
         lines = "\n".join(self.code[-_CODE_LINES:])
-        code = f"<pre class='epdlab-code' data-count='{len(self.code)}' style='{_PRE};color:#5F6368'>{escape(lines)}</pre>"
+        style = f"{_PRE};color:#5F6368"
+        code = f"<pre class='epdlab-code' data-count='{len(self.code)}' style='{style}'>{escape(lines)}</pre>"
         return code + said
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:

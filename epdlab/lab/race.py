@@ -1,7 +1,8 @@
 """The race, counted: sibling /send calls of one part on the real engine, request after request.
 
-All ranks' sends are brought to the point where their write may start (or were refused) and let go together (or `stagger_ms` apart,
-without that barrier). Owns the counting; the sends are real, from one process per rank to a real encode server.
+All ranks' sends are brought to the point where their write may start (or were refused) and let go together; or they
+come `stagger_ms` apart, without that barrier. Owns the counting; the sends are real, from one process per rank to a
+real encode server.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def run_race(options: RaceOptions, say: Callable[[str], None] = lambda line: Non
     """
     if options.repeat < 1:
         raise UsageError(f"--repeat {options.repeat} asks for nothing; use at least 1")
-    chosen: dict[str, Any] = {"tp": options.tp, "profile": options.profile, "nic_slices": NIC_SLICES if options.nic else 0}
+    slices = NIC_SLICES if options.nic else 0
+    chosen: dict[str, Any] = {"tp": options.tp, "profile": options.profile, "nic_slices": slices}
     if not profile(options.profile).has(Rule.NOTIFY_ERRORS):
         chosen["deadline_s"] = SILENT_DEADLINE_S
     with Lab(out=options.out, model="synthetic", send_timeout_s=3600.0, **chosen) as lab:

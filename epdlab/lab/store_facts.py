@@ -105,8 +105,7 @@ async def _killed_donor(folder: Path) -> dict[str, Any]:
         began = time.monotonic()
         code = await asyncio.to_thread(bare.get, "gone")
         get_ms = (time.monotonic() - began) * 1e3
-        while any(segment.name == donor.segment for segment in master.pages.segments()):
-            await asyncio.sleep(0.05)
+        await _until(lambda: all(segment.name != donor.segment for segment in master.pages.segments()))
         listed = time.monotonic() - began
         return {"killed_donor_get_code": code, "killed_donor_get_ms": get_ms, "killed_donor_listed_s": listed}
 
@@ -119,12 +118,7 @@ async def _half_put(folder: Path) -> dict[str, Any]:
 
     async def act(master: MooncakeMaster, donor: Donor, bare: _Bare) -> int:
         donor.child.freeze()
-        with subprocess.Popen(
-            [sys.executable, "-c", CHILD, master.address, "half"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as writer:
+        with _writer(master.address) as writer:
             assert writer.stdin is not None and writer.stdout is not None
             await asyncio.to_thread(writer.stdout.readline)
             writer.stdin.write(b"go\n")
@@ -135,6 +129,12 @@ async def _half_put(folder: Path) -> dict[str, Any]:
         return await asyncio.to_thread(bare.get, "half", 4 * MIB)
 
     return {"half_put_code": await _with_donor(folder, act)}
+
+
+def _writer(master: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", CHILD, master, "half"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
 
 
 async def _frozen_donor(folder: Path) -> dict[str, Any]:
@@ -202,5 +202,9 @@ async def _seconds(call: Callable[[], Any]) -> float:
 
 
 async def _until(true: Callable[[], bool]) -> None:
-    while not await asyncio.to_thread(true):
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(_poll, true)
+
+
+def _poll(true: Callable[[], bool]) -> None:
+    while not true():
+        time.sleep(0.02)

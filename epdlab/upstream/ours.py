@@ -7,7 +7,6 @@ Receiver scenarios play schedulers, which a profile does not model.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
