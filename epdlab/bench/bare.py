@@ -1,7 +1,7 @@
 """Two processes and nothing but `transfer_sync_write` between them: the limit that benchmarks measure against.
 
-Each write reads memory that was written anew just before, outside of the time: as an embedding is. A source that is
-kept warm, or was never written and so is one page of zeros many times over, would flatter the limit's opponent less.
+Each write reads memory that was allocated and written just before, outside of its time, as an embedding is. A source
+kept warm in the caches, or one of zeros that was never written, would make a limit that no embedding can reach.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _source(session: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         size, target = map(int, line.split())
-        buffer = _registered(engine, torch.randint(0, 256, (size,), dtype=torch.uint8).clone())
+        buffer = _registered(engine, torch.full((size,), size % 251, dtype=torch.uint8))
         began = time.perf_counter()
         code = engine.write_blocking(session, buffer.address, target, size)
         print((time.perf_counter() - began) * 1e3, flush=True)
