@@ -183,18 +183,22 @@ async def test_a_video_whose_forward_fails_after_its_description(engines: Engine
 
 @pytest.mark.parametrize("rules", ["hardened", "sglang-0.5.23"])
 @pytest.mark.parametrize("videos", [False, True])
-async def test_a_registration_refused_after_the_forward_fails_its_part_alone(
+async def test_a_registration_refused_after_the_forward_fails_its_part_at_most(
     engines: EnginePool, rules: str, videos: bool
 ) -> None:
     async with World(engines, rules=rules) as world:
         world.hand.fault("fail", "mr.register", process="enc0")
-        with pytest.raises((HandoffError, RegistrationRefused)):
-            await within(world.start(0, "v", videos=[ITEM]) if videos else world.start(0, "v", ITEM))
+        first = world.start(0, "v", videos=[ITEM]) if videos else world.start(0, "v", ITEM)
+        if rules == "sglang-0.5.23":
+            assert await within(first) == [expected(ITEM)], "the /send tries the shared registration again"
+        else:
+            with pytest.raises((HandoffError, RegistrationRefused)):
+                await within(first)
         assert await within(world.start(0, "later", ITEM)) == [expected(ITEM)]
         assert await within(world.start(0, "later", videos=[ITEM])) == [expected(ITEM)]
 
 
-async def test_a_part_that_fails_in_a_batch_does_not_hold_up_its_neighbours(engines: EnginePool) -> None:
+async def test_a_refusal_in_a_batch_does_not_hold_up_its_neighbours(engines: EnginePool) -> None:
     async with World(engines, rules="sglang-0.5.23") as world:
         world.hand.hold("encode.forward", times=1)
         world.hand.fault("fail", "mr.register", process="enc0", req="r1")
@@ -205,8 +209,7 @@ async def test_a_part_that_fails_in_a_batch_does_not_hold_up_its_neighbours(engi
         await turns()
         world.hand.run_held_only()
         answers = await within(asyncio.gather(*tasks, return_exceptions=True))
-        assert isinstance(answers[1], RegistrationRefused)
-        assert [answers[n] for n in (0, 2, 3)] == [[expected(f"bytes:10:{n}")] for n in (0, 2, 3)]
+        assert answers == [[expected(f"bytes:10:{n}")] for n in range(4)], "r1's /send registers it after all"
 
 
 # ---- /send -----------------------------------------------------------------------------------------------------------

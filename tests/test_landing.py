@@ -375,13 +375,12 @@ class AnyOrder(RuleBasedStateMachine):
             self.served.append(number)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), runs=st.booleans(), times=st.integers(1, 2))
-    def free(self, data: Any, runs: bool, times: int) -> None:
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def free(self, data: Any, times: int) -> None:
         slot = data.draw(st.sampled_from(self.held))
         self.freed.append(slot)
         self.frees += [self.loop.create_task(self.ground.pool.free(slot)) for _ in range(times)]
-        if runs:
-            self.run()
+        self.run()
 
     @precondition(lambda self: any(slot.state is SlotState.HELD for slot in self.held))
     @rule(data=st.data())
