@@ -7,6 +7,7 @@ objects hold is their owner's business. Codes and calls: mooncake 0.3.13.post1 (
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -338,6 +339,8 @@ async def probe(master: str, timeout_s: float = 1.0) -> bool:
     except (OSError, TimeoutError):
         return False
     writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -419,17 +420,26 @@ def test_a_parent_that_dies_takes_its_processes_along(tmp_path: Path) -> None:
         wait_until(lambda: not any(map(alive, [*pids, nursery])))
 
 
-def test_a_nursery_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nursery_that_dies_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Its children die with it; whoever waits for their end, or wants a new one, is told."""
     monkeypatch.setenv("PYTHONPATH", light(tmp_path)["PYTHONPATH"])
     nursery = Nursery()
+    _, ended = nursery.start(_idle_role(), tmp_path / "no folder" / "x.log")
+    assert ended.result(30) == 1, "a child that breaks ends, and the nursery goes on"
+    assert "FileNotFoundError" in capfd.readouterr().err
     pid, ended = nursery.start(_idle_role(), tmp_path / "y.log")
-    os.kill(nursery._child.pid, signal.SIGKILL)
-    assert ended.result(30) == -signal.SIGKILL
-    wait_until(lambda: not alive(pid))
+    try:
+        os.kill(nursery._child.pid, signal.SIGKILL)
+        assert ended.result(30) == -signal.SIGKILL
+        wait_until(lambda: not alive(pid))
+    finally:
+        nursery.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with pytest.raises(LabError, match="nursery ended"):
         nursery.start(_idle_role(), tmp_path / "z.log")
-    nursery.close()
 
 
 def _idle_role() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import sys
@@ -609,11 +610,16 @@ async def test_no_master_is_an_error_at_once() -> None:
 
 async def test_another_server_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    with pytest.raises(StoreUnavailable, match="no mooncake_master of this release"):
-        await StoreClient(StoreConfig(f"127.0.0.1:{port}")).open()
-    server.close()
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(StoreUnavailable, match="no mooncake_master of this release"):
+            await StoreClient(StoreConfig(f"127.0.0.1:{port}")).open()
 
 
 @pytest.mark.parametrize(("nbytes", "why"), [(16 * MIB, "no mooncake_master at"), (MIB, "donate 0 or at least")])

@@ -6,6 +6,7 @@ kept warm in the caches, or one of zeros that was never written, would make a li
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from types import TracebackType
 import torch
 
 from ..engine import MooncakeEngine, TensorBuffer, check, keep_native_log
+from ..lab.processes import CALM
 
 
 class BarePair:
@@ -44,8 +46,16 @@ class BarePair:
         return float(setup_ms), write_ms
 
     def _child(self, *arguments: str) -> subprocess.Popen[str]:
+        """A process as the lab's roles are: calm, and in a session of its own, which the scheduler shares cores by."""
         command = [sys.executable, "-m", "epdlab.bench.bare", self._folder.name, *arguments]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=CALM | os.environ,
+            start_new_session=True,
+        )
 
     def __enter__(self) -> BarePair:
         return self

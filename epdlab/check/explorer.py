@@ -200,12 +200,13 @@ def _sample(found: Exploration, world: World, random: Random, ends: float, tally
 def _keep(found: Exploration, fault: Fault | None, run: Run) -> None:
     """Judge a run; keep its way to a breach if none is shorter."""
     found.defects.update(run.defects)
-    for breach in check(run.events()):
-        moves, kept = run.cone(breach.events[-1]), found.findings.get(breach.invariant)
-        if kept is None or len(moves) <= len(kept.schedule.moves) or kept.schedule.fault is not None:
-            finding = Finding(breach.invariant, breach.message, schedule_of(found.scenario, fault, moves))
-            if kept is None or finding.rank < kept.rank:
-                found.findings[breach.invariant] = finding
+    breaches = check(run.events())
+    struck = run.struck if breaches else 0
+    for breach in breaches:
+        past, kept = run.past(breach.events[-1]), found.findings.get(breach.invariant)
+        if kept is None or (past & struck != 0, past.bit_count()) < kept.rank:
+            schedule = schedule_of(found.scenario, fault, run.cone(past))
+            found.findings[breach.invariant] = Finding(breach.invariant, breach.message, schedule)
 
 
 # ---- the shortest schedule -------------------------------------------------------------------------------------------

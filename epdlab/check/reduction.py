@@ -60,12 +60,13 @@ class Run:
 
     Attributes:
         nodes: the moments it went through. first, last: the events before and after them.
-        defects: errors of the code itself that it met.
+        strikes: whether the fault struck. defects: errors of the code itself that it met.
     """
 
     nodes: list[Node]
     first: list[Event]
     last: list[Event]
+    strikes: bool
     defects: list[str]
 
     @property
@@ -80,8 +81,8 @@ class Run:
             events += node.events
         return events + self.last
 
-    def cone(self, event: int) -> list[Move]:
-        """The moves without which this event of the trace would not be, in order: the shortest way to it.
+    def past(self, event: int) -> int:
+        """The nodes without whose moves this event of the trace would not be, as a bit mask.
 
         What is only seen after the last move (what is left) takes all of them.
         """
@@ -89,9 +90,18 @@ class Run:
         for at, node in enumerate(self.nodes):
             seen += len(node.before) + len(node.events)
             if seen > event:
-                past = node.past | 1 << at
-                return [n.move for i, n in enumerate(self.nodes) if past >> i & 1 and n.move is not None]
-        return self.moves
+                return node.past | 1 << at
+        return (1 << len(self.nodes)) - 1
+
+    def cone(self, past: int) -> list[Move]:
+        """The moves of these nodes, in order: the shortest way to what they lead to."""
+        return [node.move for i, node in enumerate(self.nodes) if past >> i & 1 and node.move is not None]
+
+    @property
+    def struck(self) -> int:
+        """The node at whose move the fault struck, as a bit mask; 0 if it did not."""
+        later = [node.state.struck for node in self.nodes[1:]] + [True]
+        return 0 if not self.strikes else 1 << later.index(True)
 
 
 class Search:
@@ -152,7 +162,7 @@ class Search:
             self._arrive(state, enabled, before)
             return None
         end = world.finish(state)
-        return Run(self._nodes, self._first.events, before + end.events, taken.defects + end.defects)
+        return Run(self._nodes, self._first.events, before + end.events, state.struck, taken.defects + end.defects)
 
     def random_move(self, random: Random) -> Run | None:
         """Take any move at the last node; the run, if it ends there."""

@@ -66,12 +66,13 @@ def _report_ends(replies: int) -> None:
 
 
 def _fork(order: dict[str, Any], inherited: list[int]) -> int:
+    nursery = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        code = _role(order, inherited)
+        code = _role(order, inherited, nursery)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -80,8 +81,11 @@ def _fork(order: dict[str, Any], inherited: list[int]) -> int:
         os._exit(code)
 
 
-def _role(order: dict[str, Any], inherited: list[int]) -> int:
-    """The child: its own session, its own log, no descriptor of the nursery's; then the role's command."""
+def _role(order: dict[str, Any], inherited: list[int], parent: int) -> int:
+    """The child: its own session, its own log, no descriptor of the nursery's; then the role's command.
+
+    `parent` is the nursery's pid from before the fork: a child that asks later may be an orphan already.
+    """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -94,7 +98,7 @@ def _role(order: dict[str, Any], inherited: list[int]) -> int:
         os.dup2(source, target)
     from ..cli import main as command
 
-    return command([*order["argv"], "--parent", str(os.getppid())])
+    return command([*order["argv"], "--parent", str(parent)])
 
 
 if __name__ == "__main__":

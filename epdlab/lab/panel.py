@@ -181,6 +181,7 @@ _PRE = (
 _STYLE = (
     ".epdlab-figure{max-height:620px;overflow:auto;display:flex;flex-direction:column-reverse;background:#fff}"
     ".epdlab-figure svg{max-width:100%;height:auto}"
+    ".epdlab-state{max-height:720px;overflow:auto}"
 )
 
 

@@ -14,7 +14,7 @@ from ..trace.architecture import architecture
 from ..trace.breach import Breach
 from ..trace.render import Drawing
 from ..trace.sequence import sequence
-from ..trace.state import WorldState
+from ..trace.state import KINDS, WRITES, WorldState
 from ..trace.timeline import timeline
 from .controller import Waiting
 
@@ -92,7 +92,8 @@ class State:
         process = self.world.processes[name]
         role = str(process.facts.get("role", "")) + ("" if process.alive else " (killed)")
         mine = {key: line for key, line in lines.items() if key[0] == name}
-        rows = [_row(key[1], key[2], *line) for key, line in mine.items()]
+        kinds = (*KINDS, WRITES)
+        rows = [_row(key[1], key[2], *mine[key]) for key in sorted(mine, key=lambda key: kinds.index(key[1]))]
         rows = rows or [f'<tr><td colspan="4" style="{_CELL};color:{_MUTED}">holds nothing</td></tr>']
         waits = [waiting_words(w).removeprefix(f"{name} at ") for w in self.waiting if w.point.process == name]
         foot = "".join(f'<div style="{_WAITS}">waits at {escape(words)}</div>' for words in waits)
