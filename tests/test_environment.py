@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -106,6 +108,34 @@ def test_lock_holds_every_pin_and_no_accelerator_wheel(project: dict) -> None:
     assert {name: lock.get(name) for name in wanted} == wanted
     assert not [name for name in lock if name.startswith(("mooncake", "nvidia", "cuda", "triton"))]
     assert not [name for name, pin in lock.items() if "+" in pin]
+
+
+def imported(folders: list[str]) -> set[str]:
+    """Top modules that the code of these folders imports, wherever in a file, without the project's and Python's own."""
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    own = {"epdlab", *(path.stem for path in files)}
+    found = set()
+    for node in (node for path in files for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found} - own - set(sys.stdlib_module_names)
+
+
+def declared(lines: list[str]) -> set[str]:
+    """Top modules of the pinned packages, as installed here."""
+    pinned = {line.partition("==")[0] for line in lines}
+    owners = metadata.packages_distributions().items()
+    return {module for module, owner in owners if {re.sub(r"[-_.]+", "-", name).lower() for name in owner} & pinned}
+
+
+def test_whatever_is_imported_is_declared(project: dict) -> None:
+    """A package that comes only with another one is gone when that one drops it."""
+    extras = project["optional-dependencies"]
+    runtime = [*project["dependencies"], *extras["cpu"]]
+    assert imported(["epdlab"]) - declared(runtime) <= {"sglang"}
+    assert imported(["tests", "tools"]) - declared([*runtime, *extras["dev"]]) == set()
 
 
 def test_python_range_is_the_same_everywhere(project: dict, bootstrap: ModuleType) -> None:
