@@ -111,7 +111,7 @@ def test_lock_holds_every_pin_and_no_accelerator_wheel(project: dict) -> None:
 
 
 def imported(folders: list[str]) -> set[str]:
-    """Top modules that the code of these folders imports, wherever in a file, without the project's and Python's own."""
+    """Top modules that these folders import, wherever in a file, but for the project's and Python's own."""
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     own = {"epdlab", *(path.stem for path in files)}
     found = set()

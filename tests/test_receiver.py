@@ -277,14 +277,15 @@ def _on_port(acks: ZmqAcks, port: int) -> ZmqAcks:
 
 
 async def test_the_ack_of_another_request_counts_where_nobody_looks(engines: EnginePool) -> None:
+    nobody_else_has = "bytes:5000:4711"
     async with World(engines, rules="sglang-0.5.12", expect_clean=False) as world:
         world.hand.hold("transfer.write")
-        task = world.start(0, "q", ITEM)
+        task = world.start(0, "q", nobody_else_has)
         await world.hand.appears("transfer.write")
         async with pushing(ack_port(world)) as push:
             await push(to_frame(msgspec.structs.replace(GOOD, req_id="somebody else")))
             (too_early,) = await within(task)
-        assert too_early != expected(ITEM)
+        assert too_early != expected(nobody_else_has), "memory given back by an earlier test may hold its bytes"
 
 
 async def test_a_repeated_ack_counts_once(engines: EnginePool) -> None:

@@ -181,7 +181,7 @@ def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
     [
         ("bench_store", "epdlab bench store --write"),
         ("upstream_0_5_16", "make upstream"),
-        ("ablation", "explore --ablate"),
+        ("ablation", "bench ablation --write"),
         ("trace_race_0516", "report --traces"),
     ],
 )

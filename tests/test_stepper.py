@@ -258,6 +258,7 @@ def test_a_forced_schedule_takes_faults_and_moves_from_outside() -> None:
             [
                 Move("enc0", "transfer.write", rank=0, fault="fail", value=-1),
                 Move("rank1", "request.cancel", "note", "req1", nth=-1),
+                Move("enc0", "transfer.write", rank=1),
             ]
         )
         answers = lab.result()

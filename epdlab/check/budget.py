@@ -10,7 +10,7 @@ from ..errors import UsageError
 from .explorer import NONE
 from .quiet import quiet
 from .reduction import Search
-from .remembered import Remembered
+from .remembered import Remembered, closing_all
 from .scenario import Scenario, faults_of
 from .world import World, machines
 
@@ -39,7 +39,7 @@ def estimate(scenario: Scenario, kinds: Sequence[str], processes: list[Remembere
     """Probe each kind of fault for a moment and scale up."""
     processes = processes or machines(scenario)
     schedules, seconds, exact = 0.0, 0.0, True
-    with quiet():
+    with quiet(), closing_all(processes):
         for kind in kinds:
             for fault in [None] if kind == NONE else faults_of(kind, scenario):
                 search, began = Search(World(scenario, fault, processes)), time.monotonic()
@@ -50,8 +50,6 @@ def estimate(scenario: Scenario, kinds: Sequence[str], processes: list[Remembere
                 schedules += search.runs / covered
                 seconds += (time.monotonic() - began) / covered
                 exact = exact and search.exhausted
-        for process in processes:
-            process.close()
     return Estimate(schedules, seconds, exact)
 
 

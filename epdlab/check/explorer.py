@@ -18,7 +18,7 @@ import msgspec
 from ..trace.invariants import Breach, check
 from .quiet import quiet
 from .reduction import Run, Search, walk
-from .remembered import Remembered
+from .remembered import Remembered, closing_all
 from .scenario import FAULTS, Fault, Scenario, fault_kind, faults_of
 from .schedule import Expected, Schedule, replay, schedule_of
 from .world import World, machines
@@ -131,7 +131,7 @@ def explore(
     """
     found = Exploration(scenario.checked())
     processes = processes or machines(scenario)
-    with quiet():
+    with quiet(), closing_all(processes):
         began = time.monotonic()
         try:
             for left, kind in zip(range(len(kinds), 0, -1), kinds, strict=True):
@@ -139,8 +139,6 @@ def explore(
                 _explore_kind(found, kind, _Budget(spare, most, seed), report, processes)
         except KeyboardInterrupt:
             found.interrupted = True
-        for process in processes:
-            process.close()
     found.findings = {key: _minimised(finding) for key, finding in sorted(found.findings.items())}
     return found
 

@@ -6,7 +6,8 @@ machine that has gone another way is built anew and led through the history that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from .machine import Machine
 from .outcome import Input, Outcome
@@ -81,3 +82,13 @@ class Remembered:
         if self._machine is not None:
             self._machine.close()
             self._machine = None
+
+
+@contextmanager
+def closing_all(processes: Sequence[Remembered]) -> Iterator[None]:
+    """Let go of every machine at the end."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.close()

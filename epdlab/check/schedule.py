@@ -5,6 +5,7 @@ After the last move of a schedule whatever waits goes on in the order it came, t
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -199,12 +200,11 @@ def replay(schedule: Schedule) -> Replayed:
 
 
 def _follow(schedule: Schedule) -> Replayed:
-    with quiet():
-        return _followed(schedule)
+    with quiet(), closing(World(schedule.scenario, schedule.struck())) as world:
+        return _to_the_end(schedule, world)
 
 
-def _followed(schedule: Schedule) -> Replayed:
-    world = World(schedule.scenario, schedule.struck())
+def _to_the_end(schedule: Schedule, world: World) -> Replayed:
     taken = world.start()
     tape = _Tape()
     tape.add(taken)
@@ -220,7 +220,6 @@ def _followed(schedule: Schedule) -> Replayed:
             break
         taken = tape.take(world, taken.state, waiting[0])
     tape.add(world.finish(taken.state))
-    world.close()
     return Replayed(tape.events, check(tape.events), tape.moves, tape.defects)
 
 
