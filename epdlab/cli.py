@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import EpdLabError, UsageError
+from .modality import Modality
 from .rules import DEFAULT_PROFILE, PROFILES
 
 BENCHES = ("transfer", "landing", "steps", "store", "explore", "race", "ablation", "hazards")
@@ -215,7 +216,7 @@ def _add_explore(commands: Any) -> None:
     def run(chosen: argparse.Namespace) -> int:
         from .check import api
 
-        say = _sayer(True)
+        say = _sayer(chosen.json)
         if chosen.ablate:
             return _finish(api.ablate(seconds=chosen.seconds, seed=chosen.seed, out=chosen.out, say=say), chosen.json)
         answer = api.explore(
@@ -228,6 +229,7 @@ def _add_explore(commands: Any) -> None:
             seed=chosen.seed,
             out=chosen.out,
             say=say,
+            modality=chosen.modality,
         )
         return _finish(answer, chosen.json)
 
@@ -237,6 +239,7 @@ def _add_explore(commands: Any) -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("--modality", type=Modality, help="of a single part, IMAGE or VIDEO; default: the profile's")
     parser.add_argument("--fault", help="a kind of fault, or `all`; default: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="budget")
     parser.add_argument("--seed", type=int, default=0)
@@ -248,10 +251,10 @@ def _add_replay(commands: Any) -> None:
         if chosen.live:
             from .lab.replay import replay_live
 
-            return _finish(replay_live(chosen.file, _sayer(True)), chosen.json)
+            return _finish(replay_live(chosen.file, _sayer(chosen.json)), chosen.json)
         from .check import api
 
-        return _finish(api.replay(chosen.file, _sayer(True)), chosen.json)
+        return _finish(api.replay(chosen.file, _sayer(chosen.json)), chosen.json)
 
     parser = _command(commands, "replay", "replay a schedule file, in the model or on real processes", run)
     parser.add_argument("file", type=Path)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from .errors import UsageError
+from .modality import Modality
 
 
 class Rule(Enum):
@@ -65,6 +66,7 @@ class Profile:
         register_when_ready: the shared region is registered after the forward, not by the first /send (0.5.23).
         failed_send_releases: one rank's failed /send releases the part for all (0.5.23).
         send_timeout_s: seconds until the encoder's clean-up timer releases a part nobody released.
+        modality: of the items that take this path through the release.
         note: what a reader must know before comparing with the release.
     """
 
@@ -76,6 +78,7 @@ class Profile:
     register_when_ready: bool = False
     failed_send_releases: bool = False
     send_timeout_s: float = 180.0
+    modality: Modality = Modality.IMAGE
     note: str = ""
 
     def has(self, rule: Rule) -> bool:
@@ -117,7 +120,13 @@ PROFILES: dict[str, Profile] = {
             note="upstream has one receiver here (the tokenizer process): with TP > 1 a sibling finds no embedding",
         ),
         Profile("sglang-0.5.16", _HTTP, early_release=False, note="the path of images and audio"),
-        Profile("sglang-0.5.16-video", _HTTP | _SHARED, early_release=False, note="the asynchronous path of videos"),
+        Profile(
+            "sglang-0.5.16-video",
+            _HTTP | _SHARED,
+            early_release=False,
+            modality=Modality.VIDEO,
+            note="the asynchronous path of videos",
+        ),
         Profile(
             "sglang-0.5.17",
             _RULES_0517,

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from epdlab.check import api
-from epdlab.check.scenario import FAULTS
+from epdlab.check.explorer import ALL, Progress, explore, kinds_of
+from epdlab.check.scenario import FAULTS, Scenario
+from epdlab.check.schedule import replay
 from epdlab.errors import UsageError
-from epdlab.rules import Rule
+from epdlab.modality import Modality
+from epdlab.rules import PROFILES, Rule
 
 SCHEDULES = Path(__file__).resolve().parents[1] / "results" / "schedules"
 
@@ -32,6 +35,65 @@ def test_hardened_keeps_every_invariant_in_every_order(fault: str | None) -> Non
     assert answer["violations"] == []
     assert answer["defects"] == []
     assert answer["ok"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "modality"),
+    [
+        *((name, profile.modality) for name, profile in PROFILES.items()),
+        ("sglang-0.5.17", Modality.VIDEO),
+        ("hardened", Modality.VIDEO),
+    ],
+)
+def test_every_order_under_every_fault_and_each_finding_replays(profile: str, modality: Modality) -> None:
+    """Two ranks, one request, at most one fault: the bound that is covered to its end for every profile."""
+    found = explore(Scenario(profile, modality=modality), kinds_of(ALL))
+    assert (found.exhaustive, found.defects) == (True, set())
+    assert set(found.tallies) == set(kinds_of(ALL))
+    for invariant, finding in found.findings.items():
+        assert invariant in {breach.invariant for breach in replay(finding.schedule).breaches}
+    assert bool(found.findings) == (profile != "hardened")
+
+
+@pytest.mark.parametrize(("tp", "requests"), [(3, 1), (1, 2), (2, 2)])
+def test_more_ranks_and_more_requests_in_every_order(tp: int, requests: int) -> None:
+    found = explore(Scenario("hardened", tp, requests, pool=requests > 1))
+    assert (found.exhaustive, found.findings, found.defects) == (True, {}, set())
+    broken_before = explore(Scenario("sglang-0.5.16", tp, requests, pool=requests > 1), most=2_000).findings
+    assert ("overlap" in broken_before) == (tp > 1)
+
+
+def test_the_same_search_finds_the_same_twice() -> None:
+    first, second = (api.explore("sglang-0.5.17", fault="all", seconds=None) for _ in range(2))
+    for answer in (first, second):
+        answer.pop("seconds")
+        for tally in answer["faults"].values():
+            tally.pop("seconds")
+    assert first == second
+
+
+def test_a_search_that_is_interrupted_keeps_what_it_found_and_says_so() -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.findings:
+            raise KeyboardInterrupt
+
+    found = explore(Scenario("sglang-0.5.16"), kinds_of(ALL), report=interrupt)
+    assert (found.interrupted, found.exhaustive) == (True, False)
+    assert found.findings and found.schedules < explore(Scenario("sglang-0.5.16")).schedules
+
+
+def test_what_the_budget_does_not_cover_is_sampled_with_a_seed() -> None:
+    answer = api.explore("hardened", tp=3, fault="cleanup_timer", seconds=2.0)
+    assert (answer["exhaustive"], answer["ok"]) == (False, True)
+    assert 0 < answer["at_random"] < answer["schedules"]
+    assert "raise --seconds" in answer["advice"]
+
+
+def test_a_bound_that_takes_hours_is_refused_before_it_starts() -> None:
+    with pytest.raises(UsageError, match="give --seconds, or fewer ranks"):
+        api.explore("sglang-0.5.16", tp=3, requests=2, parts=2, seconds=None)
+    with pytest.raises(UsageError, match="the explorer takes 1 to"):
+        api.explore("hardened", tp=99)
 
 
 @pytest.mark.parametrize(

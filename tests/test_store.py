@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -611,15 +612,21 @@ async def test_no_master_is_an_error_at_once() -> None:
 async def test_another_server_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
 
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=_hang_up_on_all, args=(listener,))
+        thread.start()
+        try:
+            with pytest.raises(StoreUnavailable, match="no mooncake_master of this release"):
+                await StoreClient(StoreConfig(f"127.0.0.1:{listener.getsockname()[1]}")).open()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
-    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(StoreUnavailable, match="no mooncake_master of this release"):
-            await StoreClient(StoreConfig(f"127.0.0.1:{port}")).open()
+
+def _hang_up_on_all(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
 
 
 @pytest.mark.parametrize(("nbytes", "why"), [(16 * MIB, "no mooncake_master at"), (MIB, "donate 0 or at least")])

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import msgspec
 
 from ..modality import Modality
+from ..rules import profile as profile_named
 from . import ablation
 from .budget import advise
 from .explorer import Exploration, Progress, as_json, kinds_of
@@ -41,7 +42,7 @@ def explore(
     seed: int = 0,
     out: Path | None = None,
     say: Say = _silent,
-    modality: Modality = Modality.IMAGE,
+    modality: Modality | None = None,
 ) -> dict[str, Any]:
     """Explore every order within a bound.
 
@@ -49,10 +50,12 @@ def explore(
         fault: a kind (see `scenario.FAULTS`), `all` for none and each of them; None: no fault.
         seconds: budget; what it does not cover is sampled at random with `seed`. None: as long as it takes.
         out: a folder for one schedule file per broken invariant.
+        modality: of a single part; None: that of the profile.
 
     Raises:
         UsageError: unknown profile or fault, a bound out of range, or one that needs a budget.
     """
+    modality = modality or profile_named(profile).modality
     scenario = Scenario(profile, tp, requests, parts, modality, pool=requests > 1).checked()
     kinds = kinds_of(fault)
     advice = advise(scenario, kinds, seconds)

@@ -24,7 +24,7 @@ from .schedule import Expected, Schedule, replay, schedule_of
 from .world import World, machines
 
 ALL, NONE = "all", "none"
-TIDY_EVERY = 2_000
+TIDY_EVERY = 10_000
 RANDOM_SHARE = 0.25
 AT_THE_END = ("leak", "unfinished")
 
@@ -139,7 +139,7 @@ def explore(
                 _explore_kind(found, kind, _Budget(spare, most, seed), report, processes)
         except KeyboardInterrupt:
             found.interrupted = True
-    found.findings = {key: _minimised(finding) for key, finding in sorted(found.findings.items())}
+        found.findings = {key: _minimised(finding) for key, finding in sorted(found.findings.items())}
     return found
 
 

@@ -123,10 +123,11 @@ class PartState(NamedTuple):
     served: int
     suspect: bool
     registrar: bool
+    registered: bool
 
 
-_NO_PART = PartState("", False, (None, True), False, 0, 0, 0, False, False)
-_MODES: tuple[Mode, ...] = ("r", "w", "w", "w", "w", "c", "w", "w", "w")
+_NO_PART = PartState("", False, (None, True), False, 0, 0, 0, False, False, False)
+_MODES: tuple[Mode, ...] = ("r", "w", "w", "w", "w", "c", "w", "w", "w", "c")
 
 
 class EncoderFootprints:
@@ -176,6 +177,8 @@ class EncoderFootprints:
                 touch(("state", key), "r")
             if self._shared:
                 touch(("registrar", key), "r" if part.registrar else "w")
+            if self._shared and part.registered:  # to find the region, or to wait for it, comes to the same
+                touch(("registered", key), "j")
 
     def _cleans_up(self, step: str, key: str) -> None:
         touch = self._ledger.touch
@@ -223,6 +226,7 @@ class EncoderFootprints:
             max(part.served_calls, len(part.served_ranks)) if self._early else 0,
             part.suspect,
             part.shared_region is not None or part.registering.locked(),
+            part.shared_region is not None,
         )
 
 

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Collect no garbage and log nothing of the hand-off meanwhile.
+    """Collect no garbage and log nothing of the hand-off meanwhile; within another `quiet`, nothing is left to do.
 
     Model memory goes back when its last reference goes. A collection would let go of some of it at a moment that
     differs from run to run, and the same moves would no longer give the same addresses.
     """
-    log, collects = logging.getLogger("epdlab"), gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
+    log = logging.getLogger("epdlab")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
     gc.collect()
@@ -25,6 +28,5 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if collects:
-            gc.enable()
+        gc.enable()
         log.setLevel(level)

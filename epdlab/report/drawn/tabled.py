@@ -19,7 +19,7 @@ SIZE, STEP = 11.5, 15
 def ablation(result: Json) -> str:
     """`ablation`: one row for each rule, in the order of the result: what it says, what breaks without it, and how."""
     if "rules" not in result:
-        raise UsageError("results/ablation.json has no 'rules'; make it anew with `python -m epdlab bench ablation --write`")
+        raise UsageError("results/ablation.json has no 'rules'; make it anew with `python -m epdlab bench ablation`")
     rows = [
         (rule, c.wrap(Rule(rule).meaning, BREAKS - SAYS - 16, SIZE), found) for rule, found in result["rules"].items()
     ]
