@@ -2,15 +2,21 @@
 
     EpdLabError
     ├── UsageError             what was asked for cannot be done (exit code 2)
-    │   └── MediaError         an image or video was refused
+    │   ├── MediaError         an image or video was refused
+    │   │   └── MediaNotFound, MediaForbidden, MediaTooLarge, MediaUnsupported, MediaFetchFailed (`media`)
+    │   └── PromptError (`vlm`), TraceTooLarge (`trace.render`)
     ├── EngineError            Mooncake answered with a code, see `engine.CODES`
     │   └── RegistrationRefused, DeregistrationRefused, TransferFailed, EngineNotReady, BadBuffer
     ├── SourceUncovered        the RDMA guard: a write without a live source region (strict mode)
     ├── HandoffError           a request failed, with the reason
     │   └── LostEmbedding, EncodeFailed, DeadlineExceeded, LandingFull, MetadataMismatch, PeerLost
+    ├── ModelError             a checkpoint cannot be loaded (`checkpoint`)
+    ├── StoreUnavailable       no Mooncake Store answers (`store_client`)
+    ├── DotMissing, DrawingFailed   a diagram cannot be drawn (`trace.render`)
     ├── StateError             a lifecycle was asked for a transition it does not have
     ├── StepFault              a fault was injected at a step
     └── LabError               a process of the lab did not start, answer or end
+        └── MasterFailed (`master`)
 """
 
 from __future__ import annotations

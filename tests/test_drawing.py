@@ -323,6 +323,17 @@ def test_the_store_is_linked_to_who_used_it() -> None:
     assert '"enc0" -> "master"' in drawing.dot
 
 
+def test_a_store_that_only_its_users_name_is_drawn_too() -> None:
+    tape = Tape()
+    for encoder, rpc in (("enc0", "127.0.0.1:7"), ("enc1", "127.0.0.1:8")):
+        tape.note(encoder, "process.start", data={"role": "encoder", "store": rpc})
+        tape.do(encoder, "cache.get")
+    drawing = architecture(tape.events)
+    assert {"rpc 127.0.0.1:7", "rpc 127.0.0.1:8"} <= set(texts(drawing))
+    assert drawing.dot.count('"enc0" -> "master0"') == drawing.dot.count('"enc1" -> "master1"') == 1
+    assert '"enc0" -> "master1"' not in drawing.dot
+
+
 # ---- landing memory --------------------------------------------------------------------------------------------------
 
 

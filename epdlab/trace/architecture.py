@@ -20,7 +20,7 @@ PAGE = 780.0
 BOX = 196.0
 LABEL = 12.5
 LINE = 12.5
-FACTS = ("pid", "url", "session", "protocol", "device", "pool", "store", "acks", "ack_ports", "master")
+FACTS = ("pid", "url", "session", "protocol", "device", "pool", "store", "acks", "ack_ports", "master", "rpc")
 TOWARDS_STORE = ("cache.get", "cache.put", "cache.lookup")
 
 
@@ -71,7 +71,15 @@ def survey(events: Sequence[Event]) -> Architecture:
                 links[pair].acks += 1
             elif event.step in TOWARDS_STORE:
                 store[event.process] += 1
-    return Architecture(facts, dict(links), dict(store))
+    return Architecture(facts | _masters(facts), dict(links), dict(store))
+
+
+def _masters(facts: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """The store masters that processes use, if they did not speak for themselves: they are no process of ours."""
+    if any(name.startswith("master") for name in facts):
+        return {}
+    addresses = sorted({str(said["store"]) for said in facts.values() if said.get("store")})
+    return {f"master{number}": {"role": "mooncake_master", "rpc": rpc} for number, rpc in enumerate(addresses)}
 
 
 def architecture(events: Sequence[Event], title: str = "processes and links of the run") -> Drawing:
@@ -178,6 +186,8 @@ class _Page:
     def _store_links(self) -> None:
         for name, count in self.found.store.items():
             for master in (other for other in self.others if other.startswith("master")):
+                if self.found.facts[master].get("rpc") not in (None, self.found.facts[name].get("store")):
+                    continue
                 x, y, height = self.boxes[name]
                 mx, my, _ = self.boxes[master]
                 a, b = (x + BOX / 2, y + height), (mx + BOX / 2, my)

@@ -19,6 +19,8 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch keeps its CPU builds; PyPI has only the CUDA one for Linux."""
 
+ONLY_WHEEL = ("--no-deps", "--only-binary", ":all:")
+
 Say = Callable[[str], None]
 
 
@@ -54,7 +56,7 @@ def wheel(version: str, say: Say) -> Path:
     if not found:
         say(f"fetching sglang {version}")
         folder.mkdir(parents=True, exist_ok=True)
-        _run([*_pip(Path(sys.executable)), "download", "--no-deps", f"sglang=={version}", "-d", str(folder)], say)
+        _run([*_pip(Path(sys.executable)), "download", *ONLY_WHEEL, f"sglang=={version}", "-d", str(folder)], say)
         found = sorted(folder.glob(f"sglang-{version}-*.whl"))
     if not found:
         raise LabError(f"pip fetched no wheel of sglang {version}: it has none for this Python, use Python 3.11")
