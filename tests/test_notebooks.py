@@ -112,6 +112,13 @@ def test_nothing_of_the_machine_is_stored(path: Path) -> None:
 
 
 @every_book
+def test_an_exercise_is_a_stub_with_dots_to_replace_and_its_solution_has_none(path: Path) -> None:
+    stubs = sum(bool(re.search(r"^\s+\.\.\.$", cell.source, re.MULTILINE)) for cell in code_cells(path))
+    verdicts = sum(cell.source.endswith(".verdict") for cell in code_cells(path))
+    assert stubs == (verdicts if path.parent == FOLDER else 0)
+
+
+@every_book
 def test_a_stub_says_that_it_has_no_answer_and_a_solution_is_right(path: Path) -> None:
     verdicts = [cell.outputs[-1].data["text/plain"] for cell in code_cells(path) if cell.source.endswith(".verdict")]
     words = {verdict.partition(":")[0] for verdict in verdicts}
