@@ -8,6 +8,7 @@ between two other processes of the same run, taken in turn with it. Landing memo
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import LabError
@@ -19,11 +20,11 @@ from .bare import BarePair
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 QUICK = (64 * KIB, 4 * MIB, 16 * MIB)
-BUDGET_BYTES = 2_048 * MIB
+BUDGET_BYTES = 8_192 * MIB
 
 
 def bench_transfer(quick: bool, say: Say) -> dict[str, Any]:
-    """Per size: medians of path and bare write in ms, goodput in GB/s, and their ratio."""
+    """Per size: medians and quartiles of path and bare write in ms, goodput in GB/s, and the ratio of the medians."""
     sizes = QUICK if quick else SIZES
     pool = max(sizes) + 4 * KIB
     rows = []
@@ -36,22 +37,30 @@ def bench_transfer(quick: bool, say: Say) -> dict[str, Any]:
 
 
 def _repeats(size: int, quick: bool) -> int:
-    return max(7, min(15 if quick else 41, BUDGET_BYTES // size))
+    return 15 if quick else min(101, BUDGET_BYTES // size)
 
 
 def _row(lab: Lab, bare: BarePair, size: int, repeats: int) -> dict[str, Any]:
     turns = [_turn(lab, bare, size, seed) for seed in range(1, repeats + 1)]
-    path, write = (statistics.median(times) for times in zip(*turns, strict=True))
+    paths, writes = zip(*turns, strict=True)
+    path, write = statistics.median(paths), statistics.median(writes)
     return {
         "bytes": size,
         "repeats": repeats,
         "path_ms": path,
         "bare_ms": write,
+        "path_quartiles_ms": _quartiles(paths),
+        "bare_quartiles_ms": _quartiles(writes),
         "path_gbps": size / path / 1e6,
         "bare_gbps": size / write / 1e6,
         "ratio": write / path,
         "extra_ms": path - write,
     }
+
+
+def _quartiles(times: Sequence[float]) -> list[float]:
+    low, _, high = statistics.quantiles(times, n=4)
+    return [low, high]
 
 
 def _turn(lab: Lab, bare: BarePair, size: int, seed: int) -> tuple[float, float]:

@@ -16,6 +16,8 @@ from ..lab.demo import DemoOptions, run_demo
 from .results import RESULTS
 
 MIB = 1 << 20
+NO_POOL = "+hold_landing_until_consumed"
+"""What a buffer per request does by itself: it stays as long as somebody has a view of it."""
 Recording = Callable[[Path], None]
 """Runs a lab and leaves its trace at the path."""
 
@@ -38,7 +40,7 @@ def _demo(path: Path) -> None:
 
 def _two_phase(path: Path) -> None:
     """One request of two ranks; no step is held."""
-    with Lab(tp=2, profile="sglang-0.5.17", model="synthetic") as lab:
+    with Lab(tp=2, profile=f"sglang-0.5.17{NO_POOL}", model="synthetic") as lab:
         lab.request(f"bytes:{4 * MIB}:1")
         lab.result()
         lab.census()
@@ -46,13 +48,17 @@ def _two_phase(path: Path) -> None:
 
 
 def _race(profile: str) -> Recording:
-    """Both writes begin; rank 0's ends and is acked before rank 1's may end."""
+    """Rank 0's /send comes first. Both writes begin; rank 0's ends and is acked before rank 1's may end."""
 
     def record(path: Path) -> None:
-        with Lab(tp=2, profile=profile, model="synthetic") as lab:
+        with Lab(tp=2, profile=profile + NO_POOL, model="synthetic") as lab:
+            lab.hold("send.lookup")
             lab.hold("transfer.write", phase=None)
             lab.hold("ack.pull", process="rank0")
             lab.request(f"bytes:{4 * MIB}:1", req_id="req1")
+            for rank in (0, 1):
+                lab.wait_for_ranks("req1")
+                lab.step(step="send.lookup", rank=rank)
             lab.wait_for_ranks("req1")
             for rank in (0, 1, 0):
                 lab.step(step="transfer.write", rank=rank)

@@ -33,7 +33,7 @@ def transfer(result: Json) -> str:
     ratios = [row["ratio"] for row in rows]
     right = Frame(canvas, 524, 66, 340, 206, 0.0, max(1.2, *ratios))
     right.axes("Whole path against bare write", "ratio of the two", labels, [0, 0.25, 0.5, 0.75, 1])
-    right.limit(LIMIT, f"{LIMIT:g}: asked for from 16 MiB on")
+    right.limit(LIMIT, f"{LIMIT:g}")
     right.lines([Series("ratio", OURS, ratios)])
     key(canvas, 52, 322, [bare, path])
     return canvas.svg()
