@@ -138,7 +138,7 @@ class Press:
         again = name in self._numbered
         number = self._numbered.setdefault(name, len(self._numbered) + 1)
         word = f"{self._edition.figure} {number}"
-        note = f" ({self._edition.repeated})" if again else ""
+        note = self._edition.repeated if again else ""
         return f"![{alt}](figures/{name}.svg)\n\n*{word}{note}. {caption}*"
 
     def _table(self, name: str) -> str:

@@ -25,7 +25,7 @@ from .numbers import significant
 from .results import META
 
 Json = Mapping[str, Any]
-YES, NO = "yes", "-"
+NO = "-"
 ODD_OUTCOMES = ("uncovered_writes", "wrong_acked", "overwritten", "live_regions_after", "embeddings_held_after")
 
 
@@ -123,7 +123,7 @@ def _machine(sheet: Sheet, machine: Json) -> str:
 
 def _profiles(sheet: Sheet) -> str:
     """Rules against profiles, from the lab's own rule sets."""
-    rows = [(f"`{rule.value}`", *(YES if p.has(rule) else NO for p in PROFILES.values())) for rule in Rule]
+    rows = [(f"`{rule.value}`", *(sheet.word("yes") if p.has(rule) else NO for p in PROFILES.values())) for rule in Rule]
     return markdown([sheet.word("rule"), *(name.removeprefix("sglang-") for name in PROFILES)], rows)
 
 
@@ -226,8 +226,9 @@ def _schedule(sheet: Sheet) -> str:
     found = sheet.results["ablation"]["rules"][sheet.argument]
     number = INVARIANTS[found["invariant"]].number
     lines = [f"{place:>2}  {step}" for place, step in enumerate(found["schedule"], start=1)]
-    broken = f"{sheet.word('invariant')} {number}, <code>{found['invariant']}</code>"
-    head = f"{sheet.word('without')}: {broken}, {len(lines)} {sheet.word('steps')}"
+    comma, colon = sheet.word("comma"), sheet.word("colon")
+    broken = f"{sheet.word('invariant')} {number}{comma}<code>{found['invariant']}</code>"
+    head = f"{sheet.word('without')}{colon}{broken}{comma}{len(lines)} {sheet.word('steps')}"
     text = ["```text", *lines, "", f"$ {found['command']}", "```"]
     return "\n".join([f"<details><summary>{head}</summary>", "", *text, "", "</details>"])
 

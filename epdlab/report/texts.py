@@ -51,8 +51,8 @@ class Edition:
 
 
 EDITIONS = (
-    Edition("en", "REPORT.md", "REPORT_BRIEF.md", "Contents", "Figure", "shown before"),
-    Edition("zh", "REPORT.zh-CN.md", None, "目录", "图", "前文已有"),
+    Edition("en", "REPORT.md", "REPORT_BRIEF.md", "Contents", "Figure", " (shown before)"),
+    Edition("zh", "REPORT.zh-CN.md", None, "目录", "图", "（前文已有）"),
 )
 
 
