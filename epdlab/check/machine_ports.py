@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..encode_server import Prepared
 from ..errors import EpdLabError, PeerLost, StateError, error_of, one_line
 from ..modality import Modality
 from ..ports import Buffer, Handler
 from .model_engine import ModelBuffer, ModelEngine, ModelMemory
+from .outcome import Message, Setting
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -19,28 +20,6 @@ if TYPE_CHECKING:
 TOKENS, DIM, ELEMENT_SIZE = 1, 4, 4
 PART_BYTES = TOKENS * DIM * ELEMENT_SIZE
 MEMORY_BYTES = 512
-
-
-class Message(NamedTuple):
-    """What a machine sends, and the inputs it stems from (a bit mask).
-
-    `post` (number, url, body), `answer` (post, payload), `push` (number, endpoint, frame), `open`, `close` (port).
-    """
-
-    kind: str
-    cause: int
-    number: Any
-    where: str
-    payload: Any
-
-
-class Setting(NamedTuple):
-    """A timer was set."""
-
-    number: int
-    name: str
-    seconds: float
-    labels: tuple[tuple[str, Any], ...]
 
 
 class ModelTower:

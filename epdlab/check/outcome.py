@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..steps import Event, Point
 from .footprints import Thing
-from .machine_ports import Message, Setting
 from .model_engine import Mode
 from .scenario import Move
 
@@ -44,6 +43,28 @@ class Writing(NamedTuple):
     source: int
     target: int
     nbytes: int
+
+
+class Message(NamedTuple):
+    """What a machine sends, and the inputs it stems from (a bit mask).
+
+    `post` (number, url, body), `answer` (post, payload), `push` (number, endpoint, frame), `open`, `close` (port).
+    """
+
+    kind: str
+    cause: int
+    number: Any
+    where: str
+    payload: Any
+
+
+class Setting(NamedTuple):
+    """A timer was set."""
+
+    number: int
+    name: str
+    seconds: float
+    labels: tuple[tuple[str, Any], ...]
 
 
 @dataclass(slots=True)

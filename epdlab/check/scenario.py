@@ -20,6 +20,8 @@ from ..steps import Phase, Point
 MAX_TP, MAX_REQUESTS, MAX_PARTS = 4, 2, 2
 FIRST = "q1"
 ENCODER = "enc0"
+GONE = ("peer_lost", "the encoder does not answer; is it running?")
+"""What a client hears of a killed encoder."""
 
 
 class Scenario(msgspec.Struct, frozen=True, omit_defaults=True):

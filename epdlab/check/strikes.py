@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..steps import Decision, Phase, Point
 from .model_engine import FAILED, OK, covered
-from .scenario import FIRST, Fault, Move
+from .scenario import FIRST, GONE, Fault, Move
 
 if TYPE_CHECKING:
     from .turn import State, Timer, Turn
 
 OTHER = "other"
 LATE = "late"
-GONE = ("peer_lost", "the encoder does not answer; is it running?")
 
 
 class Striker:

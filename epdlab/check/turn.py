@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from ..steps import Event, Phase, Point
 from .footprints import Thing, Touched, add
-from .machine_ports import Message
 from .model_engine import BASE, FAILED, OK, Mode, Regions, cells, covered
-from .outcome import Gate, Input, Outcome, Writing
+from .outcome import Gate, Input, Message, Outcome, Writing
 from .remembered import History
-from .scenario import Move
-from .strikes import GONE
+from .scenario import GONE, Move
 
 if TYPE_CHECKING:
     from .world import World

@@ -123,7 +123,8 @@ def _machine(sheet: Sheet, machine: Json) -> str:
 
 def _profiles(sheet: Sheet) -> str:
     """Rules against profiles, from the lab's own rule sets."""
-    rows = [(f"`{rule.value}`", *(sheet.word("yes") if p.has(rule) else NO for p in PROFILES.values())) for rule in Rule]
+    yes = sheet.word("yes")
+    rows = [(f"`{rule.value}`", *(yes if p.has(rule) else NO for p in PROFILES.values())) for rule in Rule]
     return markdown([sheet.word("rule"), *(name.removeprefix("sglang-") for name in PROFILES)], rows)
 
 
