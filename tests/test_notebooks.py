@@ -103,6 +103,8 @@ def test_nothing_of_the_machine_is_stored(path: Path) -> None:
     assert set(book.metadata) == {"kernelspec", "language_info"} and set(book.metadata.language_info) == {"name"}
     for cell in book.cells:
         assert set(cell.metadata) <= {"tags"}
+        streams = [output.name for output in cell.get("outputs", []) if output.output_type == "stream"]
+        assert len(streams) == len(set(streams)), "how a stream was cut is of the minute"
         for output in cell.get("outputs", []):
             assert output.output_type != "error" and output.get("name") != "stderr"
             assert not any("widget" in mime for mime in output.get("data", {}))

@@ -36,7 +36,8 @@ def run(path: Path) -> bool:
     """Run one notebook and store it; whether it ran without an error."""
     print(f"{path}: running", flush=True)
     book = nbformat.read(path, as_version=4)
-    client = NotebookClient(book, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(path.parent)}})
+    where = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(book, timeout=CELL_TIMEOUT_S, coalesce_streams=True, resources=where)
     try:
         client.execute()
         tidy(book)
