@@ -22,7 +22,7 @@ from .errors import EpdLabError, UsageError
 from .modality import Modality
 from .rules import DEFAULT_PROFILE, PROFILES
 
-BENCHES = ("transfer", "landing", "steps", "store", "explore", "race", "ablation", "hazards")
+BENCHES = ("transfer", "landing", "steps", "store", "explore", "race", "late", "ablation", "hazards")
 Command = Callable[[argparse.Namespace], int]
 
 

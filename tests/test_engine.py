@@ -16,6 +16,7 @@ import torch
 from handoff_world import EnginePool
 
 from epdlab import engine as engine_module
+from epdlab.bench.late import FIRST, MIB, NEXT, FrozenPair, settled
 from epdlab.engine import CODES, MooncakeEngine, TensorBuffer, check, error_for, init_mooncake_transfer_engine
 from epdlab.errors import (
     BadBuffer,
@@ -398,3 +399,15 @@ def test_error_classes_are_engine_errors() -> None:
     assert {RegistrationRefused, DeregistrationRefused, TransferFailed, EngineNotReady, BadBuffer} <= set(
         EngineError.__subclasses__()
     )
+
+
+def test_a_write_that_timed_out_lands_when_its_frozen_peer_goes_on() -> None:
+    """-1 does not mean that the bytes are gone: they take the memory, and come from what the source holds by then."""
+    with FrozenPair(MIB) as pair:
+        assert pair.write()[0] == 0
+        assert bool((pair.landing == FIRST).all())
+        pair.freeze()
+        assert pair.write()[0] == -1
+        pair.landing.fill_(NEXT)
+        pair.thaw()
+        assert settled(pair.landing) > 0
