@@ -20,7 +20,7 @@ MOST = 5_000
 KINDS = [None, *FAULTS]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def undisturbed() -> Iterator[None]:
     with quiet():
         yield

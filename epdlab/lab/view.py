@@ -147,7 +147,7 @@ def changed_lines(world: WorldState, before: WorldState) -> list[str]:
 _INK, _MUTED = "#1B1B1B", "#5F6368"
 _PAGE = f"font:12px/1.45 system-ui,sans-serif;color:{_INK};background:#fff"
 _ROW = "display:flex;flex-wrap:wrap;gap:8px"
-_CARD = "border:1px solid #C9CCD1;border-radius:6px;padding:6px 9px;background:#fff;flex:1 1 240px"
+_CARD = "border:1px solid #C9CCD1;border-radius:6px;padding:6px 9px;background:#fff;flex:1 1 300px"
 _TABLE = f"table-layout:auto;border-collapse:collapse;width:100%;margin:3px 0;font-size:12px;color:{_INK};border:0"
 _CELL = "text-align:left;padding:1px 7px 1px 0;vertical-align:top;background:#fff;border:0;min-width:9px"
 _WAITS = "background:#FBF6C9;border-radius:4px;padding:1px 6px;margin-top:3px"
