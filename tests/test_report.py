@@ -422,7 +422,7 @@ SAMPLES = {
             "| 0.5.16, 5 ms stagger, nic | 2 | 4&nbsp;MiB | 50 | 100 | -7:&nbsp;50, 0:&nbsp;50 | - | 0:&nbsp;1,000 | "
             "`overlap`&nbsp;2 |",
         ),
-        ("race", "| hardened, the other 2 runs | 2, 4 | 64&nbsp;KiB, 4&nbsp;MiB | 100 | 200 | 0:&nbsp;100 | 0:"),
+        ("race", "| hardened, 2 runs | 2, 4 | 64&nbsp;KiB, 4&nbsp;MiB | 100 | 200 | 0:&nbsp;100 | 0:"),
         ("race", "| none |\n\n*From `results/race.json`.*"),
         ("upstream", "| `tp1` × 3 | register -7 × 3<br>HTTP 500 × 1<br>uncovered writes × 2 | clean | - |"),
         ("upstream", "| `staggered` × 3 | clean | clean | clean |\n\n<details><summary>What each scenario asks"),
