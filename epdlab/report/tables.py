@@ -29,6 +29,9 @@ NO = "-"
 SOURCES = {"race": "race", "upstream": "upstream_*", "explore": "explore", "transfer": "bench_transfer"}
 """The result files that a table is made from, named below it."""
 
+SHOWN = ("epdlab", "sglang", "mooncake", "torch", "python")
+"""The versions that the table of result files names; the files hold all of them."""
+
 ODD_OUTCOMES = ("uncovered_writes", "wrong_acked", "overwritten", "live_regions_after", "embeddings_held_after")
 
 
@@ -114,7 +117,7 @@ def _sources(sheet: Sheet) -> str:
     rows = []
     for name, result in sheet.results.items():
         meta = result.get(META, result)
-        with_what = ", ".join(f"{what} {version}" for what, version in meta["versions"].items() if len(version) < 64)
+        with_what = ", ".join(f"{what} {meta['versions'][what]}" for what in SHOWN if what in meta["versions"])
         rows.append(
             (f"`{name}.json`", f"`{meta['command']}`", meta["date"], _machine(sheet, meta["machine"]), with_what)
         )
