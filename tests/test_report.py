@@ -141,6 +141,7 @@ DATA = {
         ("r:rows.0.v", "1.50"),
         ("r:rows.b=8.v|.0f", "2"),
         ("r:rows.one.v", "1.50"),
+        ("r:rows|len", "1"),
     ],
 )
 def test_a_number_is_found_and_shown(macro: str, expected: str) -> None:
@@ -153,7 +154,7 @@ def test_a_missing_number_names_the_file_and_the_key(macro: str) -> None:
         numbers.resolve(macro, DATA)
 
 
-@pytest.mark.parametrize("macro", ["r:runs", "r:w|.2f"])
+@pytest.mark.parametrize("macro", ["r:runs", "r:rows", "r:w|.2f", "r:w|len"])
 def test_what_is_no_number_is_refused(macro: str) -> None:
     with pytest.raises(UsageError, match="cannot be shown"):
         numbers.resolve(macro, DATA)
@@ -332,6 +333,7 @@ def test_what_was_built_is_clean(small: Callable[[], list[str]], tmp_path: Path)
         ("text/en/part1.md", "{{fig:plain}}", "", "text/en/part1.md lacks {{fig:plain}}"),
         ("text/zh/part1.md", "{{n:r:n}}", "12,345", "text/zh/part1.md lacks {{n:r:n}}"),
         ("text/zh/part1.md", "{{fig:plain}}", "{{fig:plan}}", "figure 'plan' has no drawing"),
+        ("text/en/part1.md", "{{fig:plain}}", "{{fig:placed}}", "part1.md: figure 'placed' is shown above"),
     ],
 )
 def test_an_alteration_is_found(
@@ -371,9 +373,15 @@ RACE = {
     "codes": {"register": {"-7": 50, "0": 50}, "deregister": {}, "transfer": {"0": 1000}},
     "violations": {"overlap": ["req1", "req2"]},
 }
+TIDY = RACE | {
+    "profile": "hardened",
+    "codes": {step: {"0": 50} for step in ("register", "deregister", "transfer")},
+    "violations": {},
+}
 SCENARIO = {
     "name": "tp1",
     "asks": "What?",
+    "requests": 3,
     "counts": {"register": {"0": 3, "-7": 3}, "deregister": {"0": 3}, "transfer": {"0": 6}},
     "statuses": {"200": 5, "500": 1},
     "outcome": {"uncovered_writes": 2, "wrong_acked": 0, "live_regions_after": 0, "embeddings_held_after": 0},
@@ -384,14 +392,25 @@ BREACH = {
     "exhaustive": False,
     "violations": [{"invariant": "leak"}],
 }
+TRANSFER = {
+    "bytes": 4096,
+    "bare_ms": 1.0,
+    "bare_quartiles_ms": [0.5, 2.0],
+    "path_ms": 2.0,
+    "path_quartiles_ms": [1.5, 2.5],
+    "bare_gbps": 0.5,
+    "path_gbps": 0.25,
+    "ratio": 0.5,
+}
 WITHOUT = {"invariant": "overlap", "fault": None, "schedule": ["one", "two"], "command": "replay x"}
 SAMPLES = {
-    "race": {"runs": {"a": RACE}},
+    "race": {"runs": {"a": RACE, "b": TIDY, "c": TIDY | {"tp": 4, "bytes": 65536}}},
     "explore": {"runs": {"a": BREACH, "b": BREACH | {"fault": None, "violations": [], "exhaustive": True}}},
     "ablation": {"rules": {"keep_embedding": WITHOUT}},
     "upstream_0_5_16": {"scenarios": [SCENARIO]},
     "upstream_0_5_17": {"scenarios": [SCENARIO | {"counts": {"register": {"0": 1}}, "statuses": {}, "outcome": {}}]},
-    "upstream_0_5_23": {"scenarios": []},
+    "upstream_0_5_23": {"scenarios": [SCENARIO | {"name": "staggered", "counts": {}, "statuses": {}, "outcome": {}}]},
+    "bench_transfer": {"sizes": [TRANSFER]},
 }
 
 
@@ -403,7 +422,12 @@ SAMPLES = {
             "| 0.5.16, 5 ms stagger, nic | 2 | 4&nbsp;MiB | 50 | 100 | -7:&nbsp;50, 0:&nbsp;50 | - | 0:&nbsp;1,000 | "
             "`overlap`&nbsp;2 |",
         ),
-        ("upstream", "| `tp1`<br>What? | register -7 × 3<br>HTTP 500 × 1<br>uncovered writes × 2 | clean | - |"),
+        ("race", "| hardened, 2 runs | 2, 4 | 64&nbsp;KiB, 4&nbsp;MiB | 100 | 200 | 0:&nbsp;100 | 0:"),
+        ("race", "| none |\n\n*From `results/race.json`.*"),
+        ("upstream", "| `tp1` × 3 | register -7 × 3<br>HTTP 500 × 1<br>uncovered writes × 2 | clean | - |"),
+        ("upstream", "| `staggered` × 3 | clean | clean | clean |\n\n<details><summary>What each scenario asks"),
+        ("upstream", "- `tp1`: What?"),
+        ("transfer", "| 4&nbsp;KiB | 1.00 (0.500–2.00) | 2.00 (1.50–2.50) | 0.500 | 0.250 | 0.50 |"),
         ("explore", "| none | none |\n| `cleanup_timer` | 7 ° |"),
         (
             "schedule:keep_embedding",

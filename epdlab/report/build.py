@@ -135,11 +135,12 @@ class Press:
             self._problems.add(
                 f"text/{self._edition.lang}/{document}.md: figure {name!r} has no drawing or no caption in figures.toml"
             )
-        again = name in self._numbered
+        if name in self._numbered:
+            self._problems.add(
+                f"text/{self._edition.lang}/{document}.md: figure {name!r} is shown above; link to its section instead"
+            )
         number = self._numbered.setdefault(name, len(self._numbered) + 1)
-        word = f"{self._edition.figure} {number}"
-        note = self._edition.repeated if again else ""
-        return f"![{alt}](figures/{name}.svg)\n\n*{word}{note}. {caption}*"
+        return f"![{alt}](figures/{name}.svg)\n\n*{self._edition.figure} {number}. {caption}*"
 
     def _table(self, name: str) -> str:
         return tables.table(name, self._edition.lang, self._stock.sources, self._stock.claims, self._stock.files)

@@ -21,8 +21,9 @@ def resolve(macro: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """The text of `FILE:dotted.path` or `FILE:dotted.path|SPEC`.
 
     A key may hold dots itself (`runs.sglang-0.5.17.sends`). An element of a list is named by its place, by what it
-    holds (`sizes.bytes=65536.ratio`) or by the value of its key `name`. SPEC is a Python format spec, such as `.2f`;
-    without one, integers get thousands separators and floats three significant digits.
+    holds (`sizes.bytes=65536.ratio`) or by the value of its key `name`. SPEC is a Python format spec, such as `.2f`,
+    or `len` for how many a list holds; without one, integers get thousands separators and floats three significant
+    digits.
 
     Args:
         results: gives each result file by name; raises UsageError for one that is not there.
@@ -65,7 +66,9 @@ def _element(values: list[Any], key: str) -> Any:
 
 
 def show(value: Any, spec: str = "") -> str:
-    """A number, text or truth value as the report shows it."""
+    """A number, text or truth value as the report shows it; with `len`, how many a list holds."""
+    if spec == "len" and isinstance(value, list):
+        return f"{len(value):,}"
     if isinstance(value, (Mapping, list)) or value is None:
         raise TypeError(f"{type(value).__name__} is not one value")
     if spec:

@@ -26,6 +26,12 @@ from .results import META
 
 Json = Mapping[str, Any]
 NO = "-"
+SOURCES = {"race": "race", "upstream": "upstream_*", "explore": "explore", "transfer": "bench_transfer"}
+"""The result files that a table is made from, named below it."""
+
+SHOWN = ("epdlab", "sglang", "mooncake", "torch", "python")
+"""The versions that the table of result files names; the files hold all of them."""
+
 ODD_OUTCOMES = ("uncovered_writes", "wrong_acked", "overwritten", "live_regions_after", "embeddings_held_after")
 
 
@@ -72,8 +78,10 @@ def table(
     kind, _, argument = name.partition(":")
     if kind not in TABLES:
         raise UsageError(f"no table {name!r}; there are {', '.join(TABLES)}")
+    sheet = Sheet(lang, results, claims, files, argument)
     try:
-        return TABLES[kind](Sheet(lang, results, claims, files, argument))
+        made = TABLES[kind](sheet)
+        return f"{made}\n\n{sheet.word('source').format(SOURCES[kind])}" if kind in SOURCES else made
     except KeyError as error:
         raise UsageError(
             f"table {name}: a result has no {error}; make the results anew (the build names their commands)"
@@ -109,7 +117,7 @@ def _sources(sheet: Sheet) -> str:
     rows = []
     for name, result in sheet.results.items():
         meta = result.get(META, result)
-        with_what = ", ".join(f"{what} {version}" for what, version in meta["versions"].items() if len(version) < 64)
+        with_what = ", ".join(f"{what} {meta['versions'][what]}" for what in SHOWN if what in meta["versions"])
         rows.append(
             (f"`{name}.json`", f"`{meta['command']}`", meta["date"], _machine(sheet, meta["machine"]), with_what)
         )
@@ -142,27 +150,22 @@ def _faults(sheet: Sheet) -> str:
 
 
 def _race(sheet: Sheet) -> str:
-    """`race`: one row a run, codes and broken invariants counted."""
+    """`race`: one row a run in which something broke, and one for all the other runs of a profile."""
     rows = []
+    clean: defaultdict[str, list[Json]] = defaultdict(list)
     for run in sheet.results["race"]["runs"].values():
-        how = [f"{run['stagger_ms']:g} ms stagger"] * bool(run["stagger_ms"]) + ["nic"] * bool(run["nic"])
-        codes, broken = run["codes"], {name: len(requests) for name, requests in run["violations"].items()}
-        cells = (
-            _codes(codes["register"]),
-            _codes(codes["deregister"]),
-            _codes(codes["transfer"]),
-            _counts(broken) or sheet.word("none"),
-        )
-        rows.append(
-            (
-                ", ".join([_short(run["profile"]), *how]),
-                run["tp"],
-                _size(run["bytes"]),
-                run["repeat"],
-                run["sends"],
-                *cells,
-            )
-        )
+        if run["violations"]:
+            how = [f"{run['stagger_ms']:g} ms stagger"] * bool(run["stagger_ms"]) + ["nic"] * bool(run["nic"])
+            broken = {name: len(requests) for name, requests in run["violations"].items()}
+            name = ", ".join([_short(run["profile"]), *how])
+            rows.append((name, run["tp"], _size(run["bytes"]), *_race_counts([run]), _counts(broken)))
+        else:
+            clean[run["profile"]].append(run)
+    for profile, runs in clean.items():
+        tps = ", ".join(map(str, sorted({run["tp"] for run in runs})))
+        sizes = [_size(nbytes) for nbytes in sorted({run["bytes"] for run in runs})]
+        name = f"{_short(profile)}{sheet.word('comma')}{sheet.word('clean_runs').format(len(runs))}"
+        rows.append((name, tps, sheet.word("comma").join(sizes), *_race_counts(runs), sheet.word("none")))
     return markdown(
         sheet.head(
             "profile",
@@ -179,18 +182,42 @@ def _race(sheet: Sheet) -> str:
     )
 
 
+def _race_counts(runs: Sequence[Json]) -> list[object]:
+    """Requests, sends and codes of some runs together."""
+    codes = {step: Counter[str]() for step in ("register", "deregister", "transfer")}
+    for run in runs:
+        for step, counted in codes.items():
+            counted.update(run["codes"][step])
+    return [sum(run[key] for run in runs) for key in ("repeat", "sends")] + [_codes(c) for c in codes.values()]
+
+
 def _upstream(sheet: Sheet) -> str:
-    """`upstream_*`: one row a scenario, one column a release; a cell names what is not as in a clean run."""
+    """`upstream_*`: one row a scenario, one column a release; a cell names what is not as in a clean run.
+
+    What is clean in all releases shares the last row; what each scenario asks is folded away below.
+    """
     asks: dict[str, str] = {}
+    requests: dict[str, int] = {}
     seen: dict[tuple[str, str], str] = {}
     for release in RELEASES:
         for found in sheet.results[f"upstream_{release.replace('.', '_')}"]["scenarios"]:
-            asks[found["name"]] = sheet.sentence("scenarios", found["name"], found["asks"])
-            seen[found["name"], release] = _seen(sheet, found)
-    rows = [
-        (f"`{name}`<br>{ask}", *(seen.get((name, release), NO) for release in RELEASES)) for name, ask in asks.items()
-    ]
-    return markdown([sheet.word("scenario"), *RELEASES], rows)
+            name = found["name"]
+            asks[name] = sheet.sentence("scenarios", name, found["asks"])
+            requests[name] = found["requests"]
+            seen[name, release] = _seen(sheet, found)
+    odd, clean = [], []
+    for name, count in requests.items():
+        cells = [seen.get((name, release), NO) for release in RELEASES]
+        title = f"`{name}` × {count}"
+        if set(cells) <= {NO, sheet.word("clean")}:
+            clean.append(title)
+        else:
+            odd.append((title, *cells))
+    if clean:
+        odd.append((sheet.word("comma").join(clean), *[sheet.word("clean")] * len(RELEASES)))
+    listed = "\n".join(f"- `{name}`{sheet.word('colon')}{ask}" for name, ask in asks.items())
+    folded = f"<details><summary>{sheet.word('asked')}</summary>\n\n{listed}\n\n</details>"
+    return f"{markdown([sheet.word('scenario_requests'), *RELEASES], odd)}\n\n{folded}"
 
 
 def _seen(sheet: Sheet, found: Json) -> str:
@@ -238,12 +265,18 @@ def _transfer(sheet: Sheet) -> str:
     rows = [
         (
             _size(r["bytes"]),
-            *(significant(r[k]) for k in ("bare_ms", "path_ms", "bare_gbps", "path_gbps")),
+            *(_spread(r[f"{k}_ms"], r[f"{k}_quartiles_ms"]) for k in ("bare", "path")),
+            *(significant(r[f"{k}_gbps"]) for k in ("bare", "path")),
             f"{r['ratio']:.2f}",
         )
         for r in sheet.results["bench_transfer"]["sizes"]
     ]
     return markdown(sheet.head("size", "bare_ms", "path_ms", "bare", "path", "ratio"), rows)
+
+
+def _spread(median: float, quartiles: Sequence[float]) -> str:
+    low, high = map(significant, quartiles)
+    return f"{significant(median)} ({low}–{high})"
 
 
 def _codes(codes: Mapping[str, int]) -> str:

@@ -16,7 +16,7 @@ from ..errors import UsageError
 
 TEXT = Path(__file__).parent / "text"
 PARTS = ("part1", "part2", "part3", "part4", "part5")
-DOCUMENTS = ("summary", *PARTS, "legend", "glossary", "built")
+DOCUMENTS = ("summary", "primer", *PARTS, "legend", "glossary", "built")
 """The texts of the full report, in order; the table of contents follows the summary."""
 
 BRIEF = "brief"
@@ -35,7 +35,7 @@ class Edition:
         lang: the folder under `text/`.
         report: file name of the full report.
         brief: file name of the short version, if the edition has one.
-        contents, figure, missing: words that the build adds.
+        contents, figure: words that the build adds.
     """
 
     lang: str
@@ -43,7 +43,6 @@ class Edition:
     brief: str | None
     contents: str
     figure: str
-    repeated: str
 
     @property
     def documents(self) -> tuple[str, ...]:
@@ -51,8 +50,8 @@ class Edition:
 
 
 EDITIONS = (
-    Edition("en", "REPORT.md", "REPORT_BRIEF.md", "Contents", "Figure", " (shown before)"),
-    Edition("zh", "REPORT.zh-CN.md", None, "目录", "图", "（前文已有）"),
+    Edition("en", "REPORT.md", "REPORT_BRIEF.md", "Contents", "Figure"),
+    Edition("zh", "REPORT.zh-CN.md", None, "目录", "图"),
 )
 
 
