@@ -446,14 +446,18 @@ class MMEncoder:
     ) -> int:
         source, nbytes = buffer.address, buffer.nbytes
         covered: list[bool] = []
+        answers: list[int] = []
 
         async def write() -> int:
             covered.append(self.regions.guard(source, nbytes))
-            return await self.engine.write(request.session_id, source, request.buffer_address, nbytes)
+            target = request.buffer_address
+            return await self.engine.write(
+                request.session_id, source, target, nbytes, lambda: answers.append(self.steps.now())
+            )
 
         def ended(_: int) -> dict[str, Any]:
             covered.append(self.regions.guard(source, nbytes))
-            return {"data": {"covered": covered}}
+            return {"data": {"covered": covered} | ({"answered": answers[-1]} if answers else {})}
 
         region.begin_write()
         try:

@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,12 +189,19 @@ class MooncakeEngine:
         _check_addresses([target])
         return int(self._live().transfer_sync_write(session_id, source, target, nbytes))
 
-    async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
+    async def write(
+        self, session_id: str, source: int, target: int, nbytes: int, answered: Callable[[], None] | None = None
+    ) -> int:
         """The write in a thread. If cancelled, it returns once the thread has left the memory alone."""
         self._live()
-        loop = asyncio.get_running_loop()
-        args = (session_id, source, target, nbytes)
-        return await to_the_end(loop.run_in_executor(self._threads, self.write_blocking, *args))
+
+        def write() -> int:
+            code = self.write_blocking(session_id, source, target, nbytes)
+            if answered is not None:
+                answered()
+            return code
+
+        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, write))
 
     async def write_batch(
         self, session_id: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]

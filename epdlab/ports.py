@@ -49,8 +49,14 @@ class EnginePort(Protocol):
 
     def deregister_batch(self, addresses: Sequence[int]) -> int: ...
 
-    async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
-        """One-sided write of [source, source+nbytes) to `target` at `session_id`; 0, or a negative status."""
+    async def write(
+        self, session_id: str, source: int, target: int, nbytes: int, answered: Callable[[], None] | None = None
+    ) -> int:
+        """One-sided write of [source, source+nbytes) to `target` at `session_id`; 0, or a negative status.
+
+        Args:
+            answered: called as soon as the engine has answered, in whichever thread that is.
+        """
 
     async def write_batch(
         self, session_id: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]

@@ -6,7 +6,7 @@ wraps the real one and refuses a slice whose source is not registered at that mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .engine import MooncakeEngine
@@ -30,14 +30,17 @@ class SlicedEngine:
     def session_id(self) -> str:
         return self._engine.session_id
 
-    async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
-        size = -(-nbytes // self._slices)
+    async def write(
+        self, session_id: str, source: int, target: int, nbytes: int, answered: Callable[[], None] | None = None
+    ) -> int:
+        code, size = 0, -(-nbytes // self._slices)
         for offset in range(0, nbytes, size):
-            length = min(size, nbytes - offset)
-            code = await self._slice(session_id, source + offset, target + offset, length)
-            if code != 0:
-                return code
-        return 0
+            if code == 0:
+                length = min(size, nbytes - offset)
+                code = await self._slice(session_id, source + offset, target + offset, length)
+        if answered is not None:
+            answered()
+        return code
 
     async def _slice(self, session_id: str, source: int, target: int, nbytes: int) -> int:
         async def write() -> int:

@@ -205,6 +205,10 @@ class Steps:
         self.record = record
         self._clock_ns = clock_ns
 
+    def now(self) -> int:
+        """The time events carry, in ns; from any thread."""
+        return self._clock_ns()
+
     async def do(
         self, step: str, action: Callable[[], T], ends: Callable[[T], dict[str, Any]] | None = None, **labels: Any
     ) -> T:

@@ -66,7 +66,9 @@ class MachineEngine(ModelEngine):
             self._machine.out.regions.append((address, 0))
         return code
 
-    async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
+    async def write(
+        self, session_id: str, source: int, target: int, nbytes: int, answered: Callable[[], None] | None = None
+    ) -> int:
         return await self._machine.hold_write(session_id, source, target, nbytes)
 
 

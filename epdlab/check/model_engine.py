@@ -259,7 +259,9 @@ class ModelEngine:
 
     # ---- writes --------------------------------------------------------------------------------------------------
 
-    async def write(self, session_id: str, source: int, target: int, nbytes: int) -> int:
+    async def write(
+        self, session_id: str, source: int, target: int, nbytes: int, answered: Callable[[], None] | None = None
+    ) -> int:
         """One-sided write under RDMA's rule: a live peer, and one live region over each side."""
         self._live()
         peer = self.fabric.engines.get(session_id)
