@@ -41,7 +41,6 @@ def test_hardened_keeps_every_invariant_in_every_order(fault: str | None) -> Non
     ("profile", "modality"),
     [
         *((name, profile.modality) for name, profile in PROFILES.items()),
-        ("sglang-0.5.17", Modality.VIDEO),
         ("hardened", Modality.VIDEO),
     ],
 )
@@ -64,7 +63,7 @@ def test_more_ranks_and_more_requests_in_every_order(tp: int, requests: int) -> 
 
 
 def test_the_same_search_finds_the_same_twice() -> None:
-    first, second = (api.explore("sglang-0.5.17", fault="all", seconds=None) for _ in range(2))
+    first, second = (api.explore("sglang-0.5.17", fault="cleanup_timer", seconds=None) for _ in range(2))
     for answer in (first, second):
         answer.pop("seconds")
         for tally in answer["faults"].values():
