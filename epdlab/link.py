@@ -31,7 +31,11 @@ class ZmqAcks:
     def __init__(self, context: zmq.asyncio.Context, host: str) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, CUT_OFF_BYTES)
-        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+        try:
+            self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise LabError(f"cannot take acks at {host} ({error}); choose an address of this machine: --host") from None
 
     async def pull(self) -> bytes:
         """One frame; a multipart message is no ack and is read as its parts joined."""

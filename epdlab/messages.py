@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from .errors import MetadataMismatch
 from .modality import Modality
@@ -16,6 +17,15 @@ from .modality import Modality
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_PARTS = MAX_RANKS = 4096
+
+ReqId = Annotated[str, Meta(min_length=1, max_length=256)]
+Parts = Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+PartIndex = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 def part_id(req_id: str, part_idx: int) -> str:
@@ -23,7 +33,7 @@ def part_id(req_id: str, part_idx: int) -> str:
     return f"{req_id}/part{part_idx}"
 
 
-class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /encode: make the embedding of one part.
 
     Attributes:
@@ -34,17 +44,20 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):
         tp_rank: which rank asks (for the trace; upstream has no such field).
     """
 
-    req_id: str
-    encoder_idx: int
-    mm_items: list[str]
-    num_parts: int
-    part_idx: int
+    req_id: ReqId
+    encoder_idx: PartIndex
+    mm_items: Annotated[list[str], Meta(min_length=1)]
+    num_parts: Parts
+    part_idx: PartIndex
     modality: Modality
     prefill_host: str
-    embedding_port: int
-    receive_count: int | None = None
-    tp_rank: int = 0
+    embedding_port: Port
+    receive_count: Ranks | None = None
+    tp_rank: Rank = 0
     v: int = VERSION
+
+    def __post_init__(self) -> None:
+        _check_part(self.part_idx, self.num_parts)
 
 
 class EncodeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,21 +82,24 @@ class EncodeReply(msgspec.Struct, frozen=True, kw_only=True):
     v: int = VERSION
 
 
-class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
+class SendRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /send: write one part's embedding to `buffer_address` at `session_id`, then ack."""
 
-    req_id: str
-    part_idx: int
-    num_parts: int
+    req_id: ReqId
+    part_idx: PartIndex
+    num_parts: Parts
     modality: Modality
     prefill_host: str
-    embedding_port: int
+    embedding_port: Port
     session_id: str
-    buffer_address: int
-    embedding_size: int
-    receive_count: int | None = None
-    tp_rank: int = 0
+    buffer_address: Positive
+    embedding_size: Positive
+    receive_count: Ranks | None = None
+    tp_rank: Rank = 0
     v: int = VERSION
+
+    def __post_init__(self) -> None:
+        _check_part(self.part_idx, self.num_parts)
 
 
 class SendReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +185,11 @@ def from_frame(frame: bytes) -> Ack:
     except (msgspec.DecodeError, RecursionError) as error:
         raise MetadataMismatch(f"no ack: {error}; is the peer an epdlab encoder?") from None
     return _of_our_version(ack)
+
+
+def _check_part(part_idx: int, num_parts: int) -> None:
+    if part_idx >= num_parts:
+        raise ValueError(f"part_idx {part_idx} of num_parts {num_parts}")
 
 
 def _of_our_version(message: M) -> M:

@@ -192,7 +192,7 @@ async def run_prefill(
     config = ReceiverConfig(
         rank=options.rank,
         tp=options.tp,
-        encoders=options.encoder_urls,
+        encoders=tuple(url.rstrip("/") for url in options.encoder_urls),
         host=options.host,
         deadline_s=options.deadline_s,
         quarantine_s=options.quarantine_s,

@@ -500,3 +500,11 @@ def test_a_nursery_that_cannot_start_is_one_line(here: Callable[..., Ran], monke
     ran = here("demo", "--json")
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.splitlines()[-1] == f"epdlab: {processes.GONE}"
+
+
+def test_a_demo_that_fails_names_what_broke_and_waits_no_three_minutes() -> None:
+    ran = epdlab("demo", "--profile", "sglang-0.5.12")
+    assert ran.code == 1
+    assert "sglang-0.5.12 tells ranks of no error" in ran.out
+    assert re.search(r"^rank1 failed: deadline: .* 10 s", ran.out, re.MULTILINE)
+    assert "broken invariants: lost_embedding, unfinished; left behind: nothing" in ran.out

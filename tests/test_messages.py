@@ -223,3 +223,32 @@ def test_nothing_in_the_package_can_unpickle() -> None:
             names += [node.attr] if isinstance(node, ast.Attribute) else []
             found += [(source.name, name) for name in names if name in banned | {"recv_pyobj", "send_pyobj"}]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "wrong"),
+    [
+        (request_, wrong)
+        for request_ in (encode_request(), send_request())
+        for wrong in (
+            {"num_parts": 0},
+            {"num_parts": 10**9},
+            {"part_idx": -1},
+            {"part_idx": 7, "num_parts": 7},
+            {"embedding_port": 0},
+            {"embedding_port": 65536},
+            {"receive_count": 0},
+            {"receive_count": 10**6},
+            {"tp_rank": -1},
+            {"req_id": ""},
+            {"req_id": "x" * 257},
+            {"what_is_this": 1},
+        )
+    ]
+    + [(encode_request(), {"mm_items": []}), (encode_request(), {"encoder_idx": -1})]
+    + [(send_request(), {name: value}) for name in ("buffer_address", "embedding_size") for value in (0, -1, 1 << 64)],
+)
+def test_a_request_with_a_number_that_cannot_be_is_refused(request_: msgspec.Struct, wrong: dict[str, Any]) -> None:
+    body = json.loads(to_json(request_)) | wrong
+    with pytest.raises(MetadataMismatch, match=next(iter(wrong))):
+        from_json(json.dumps(body).encode(), type(request_))

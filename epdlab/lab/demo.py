@@ -21,10 +21,13 @@ import numpy as np
 from ..errors import one_line
 from ..media import MediaPolicy, load_item
 from ..modality import Modality
+from ..rules import Rule, profile
 from ..steps import Event
 from ..trace.invariants import check
 from .lab import Lab, LabConfig
 
+SILENT_DEADLINE_S = 10.0
+"""Of a rank, under a profile whose encoder tells ranks of no error."""
 LANES = {
     "encode.post": "POST /encode",
     "encode.forward": "vision tower",
@@ -79,7 +82,10 @@ def run_demo(options: DemoOptions, say: Callable[[str], None] = lambda line: Non
 
 def _run(options: DemoOptions, items: list[tuple[str, str]], root: Path, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
-    lab = Lab(out=options.out, **_lab_options(options, root))
+    chosen = _lab_options(options, root)
+    if "deadline_s" in chosen:
+        say(f"{options.profile} tells ranks of no error: one that waits in vain gives up after {SILENT_DEADLINE_S:g} s")
+    lab = Lab(out=options.out, **chosen)
     say(f"starting {options.encoders} encode server(s), {options.tp} prefill rank(s), and the one-process reference")
     with lab:
         say(f"ready after {time.perf_counter() - began:.1f} s; sending {len(items)} item(s) to every rank")
@@ -105,6 +111,8 @@ def _run(options: DemoOptions, items: list[tuple[str, str]], root: Path, say: Ca
 def _lab_options(options: DemoOptions, root: Path) -> dict[str, Any]:
     names = ("tp", "encoders", "profile", "device", "protocol", "model", "pool_bytes", "strict", "allow_private_urls")
     chosen = {name: getattr(options, name) for name in names} | {"reference": True, "media_root": str(root)}
+    if not profile(options.profile).has(Rule.NOTIFY_ERRORS):
+        chosen["deadline_s"] = SILENT_DEADLINE_S
     LabConfig(**chosen)
     return chosen
 
@@ -223,13 +231,15 @@ def _line(begin: Event, end: Event, zero: int) -> str:
 
 
 def _summary(answer: dict[str, Any], events: list[Event]) -> str:
+    broken = ", ".join(dict.fromkeys(found["invariant"] for found in answer["violations"])) or "none"
+    left = f"broken invariants: {broken}; left behind: {answer['leaks'] or 'nothing'}"
     if "errors" in answer:
-        return "\n".join(f"  {rank} failed: {error}" for rank, error in answer["errors"].items())
+        return "\n".join([f"{rank} failed: {error}" for rank, error in answer["errors"].items()] + [left])
     diff = answer["logits_max_abs_diff"]
     lines = [
         f"bytes at both ends: {'equal' if answer['bytes_equal'] else 'DIFFERENT'} ({answer['bytes']:,} per rank)",
         f"tokens: {answer['tokens']} ({'equal to' if answer['tokens_equal'] else 'DIFFERENT from'} one process)",
         f"logits: largest difference {diff}",
-        f"broken invariants: {len(answer['violations'])}; left behind: {answer['leaks'] or 'nothing'}",
+        left,
     ]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from .lab import Lab
 
 PART_BYTES = 1 << 16
 DAY_S = 86_400.0
-MOVE_TIMEOUT_S = 30.0
+MOVE_TIMEOUT_S = 5.0
 MAX_STEPS = 5_000
 SLICE = "transfer.slice"
 
