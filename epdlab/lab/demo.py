@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import one_line
-from ..media import MediaPolicy, load_item
+from ..media import MediaPolicy, load_item, resolved
 from ..modality import Modality
 from ..steps import Event
 from ..trace.invariants import check
@@ -122,8 +122,9 @@ def stage_media(
     staged = []
     for index, (modality, ref) in enumerate(wanted):
         local = "://" not in ref and not ref.startswith("data:")
-        policy = MediaPolicy(Path(ref).resolve().parent if local else None, allow_private_urls=allow_private_urls)
-        _blocking(load_item(str(Path(ref).resolve()) if local else ref, modality, policy))
+        path = resolved(ref) if local else None
+        policy = MediaPolicy(path.parent if path else None, allow_private_urls=allow_private_urls)
+        _blocking(load_item(str(path or ref), modality, policy))
         staged.append((modality.value, _copied(Path(ref), root / f"item{index}") if local else ref))
     return staged
 
