@@ -135,18 +135,27 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _number(text: str) -> float:
+    """The number written; NaN if it is none, or not finite."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _seconds(text: str) -> float:
+    seconds = _number(text)
+    if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write seconds, such as 0.5 or 180")
     return seconds
 
 
 def _milliseconds(text: str) -> float:
-    return 0.0 if text == "0" else _seconds(text)
+    milliseconds = _number(text)
+    if not milliseconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write milliseconds, 0 or more")
+    return milliseconds
 
 
 def _whole(text: str, least: int) -> int:
@@ -413,7 +422,7 @@ def _add_encoder(commands: Any) -> None:
     _add_handoff(parser)
     parser.add_argument("--port", type=_port, default=0, help="HTTP port, 0 for a free one")
     parser.add_argument("--send-timeout", type=_seconds, metavar="S", help="clean-up timer; default: the profile's")
-    parser.add_argument("--nic-slices", type=_not_negative, default=0, help="emulate an NIC with so many slices a write")
+    parser.add_argument("--nic-slices", type=_not_negative, default=0, help="emulate an NIC: so many slices a write")
     parser.add_argument("--media-root", type=_there, help="folder that file items may come from")
     parser.add_argument("--allow-private-urls", action="store_true")
     parser.add_argument("--store", metavar="HOST:PORT", help="mooncake_master of a store to cache embeddings in")

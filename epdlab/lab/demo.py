@@ -139,7 +139,6 @@ def _copied(source: Path, target: Path) -> str:
     if source.is_dir():
         shutil.copytree(source, target)
     else:
-        target = target.with_suffix(source.suffix)
         shutil.copyfile(source, target)
     return str(target)
 
