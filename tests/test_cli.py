@@ -295,9 +295,7 @@ def test_help_says_the_defaults(here: Callable[..., Ran], capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("user", "allowed"), [(0, True), (1000, False)])
-def test_the_lab_as_root(
-    here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, user: int, allowed: bool
-) -> None:
+def test_the_lab_as_root(here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, user: int, allowed: bool) -> None:
     """JupyterLab starts as root only where it is told that it may."""
     called: list[list[str]] = []
     monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 0)
