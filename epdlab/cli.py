@@ -28,7 +28,7 @@ Command = Callable[[argparse.Namespace], int]
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `python -m epdlab {self.prog.split(' ', 1)[-1]} --help`".replace("\n", " "))
+        raise UsageError(f"{message}; see `{self.prog} --help`".replace("\n", " "))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = _parser().parse_args(arguments)
         command: Command = chosen.command
+        _check_places(chosen)
         return command(chosen)
     except EpdLabError as error:
         print(f"epdlab: {' '.join(str(error).split())}", file=sys.stderr)
@@ -62,7 +63,7 @@ def _as_interrupt(*_: object) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="epdlab", description="Step through SGLang's EPD embedding hand-off over Mooncake.")
+    parser = _Parser(prog="python -m epdlab", description="Step through SGLang's EPD embedding hand-off over Mooncake.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for add in (_add_doctor, _add_demo, _add_race, _add_explore, _add_replay, _add_store, _add_bench, _add_report):
         add(commands)
@@ -77,6 +78,23 @@ def _command(commands: Any, name: str, text: str, command: Command, as_json: boo
     if as_json:
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     return parser
+
+
+def _check_places(chosen: argparse.Namespace) -> None:
+    """Make the folder of --out and the file of --trace before the work, not after it."""
+    out, trace = getattr(chosen, "out", None), getattr(chosen, "trace", None)
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {out}: {error.strerror}; name a folder that is there or can be made") from None
+        if not os.access(out, os.W_OK | os.X_OK):
+            raise UsageError(f"--out {out}: one may not write there; name another folder")
+    if trace is not None:
+        try:
+            trace.open("ab").close()
+        except OSError as error:
+            raise UsageError(f"--trace {trace}: {error.strerror}; name a file in a folder that is there") from None
 
 
 def _finish(answer: dict[str, Any], as_json: bool) -> int:
@@ -117,14 +135,47 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _number(text: str) -> float:
+    """The number written; NaN if it is none, or not finite."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _seconds(text: str) -> float:
+    seconds = _number(text)
+    if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write seconds, such as 0.5 or 180")
     return seconds
+
+
+def _milliseconds(text: str) -> float:
+    milliseconds = _number(text)
+    if not milliseconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write milliseconds, 0 or more")
+    return milliseconds
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write a whole number, {least} or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _there(text: str) -> Path:
+    if not os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"there is no {text!r}; name a folder that is there")
+    return Path(text)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -140,19 +191,24 @@ def _add_demo(commands: Any) -> None:
     parser = _command(commands, "demo", "one real transfer, end to end, held against one process", _demo)
     parser.add_argument("--image", action="append", default=[], metavar="PATH_OR_URL", help="an image (repeatable)")
     parser.add_argument("--video", action="append", default=[], metavar="PATH", help="animated GIF or folder of frames")
-    parser.add_argument("--prompt", default="Describe what you see.")
-    parser.add_argument("--tp", type=int, default=2, help="prefill ranks (default 2)")
-    parser.add_argument("--encoders", type=int, default=1, help="encode servers (default 1)")
+    parser.add_argument("--prompt", default="Describe what you see.", help="(default: %(default)s)")
+    parser.add_argument("--tp", type=int, default=2, help="prefill ranks (default: %(default)s)")
+    parser.add_argument("--encoders", type=int, default=1, help="encode servers (default: %(default)s)")
     _add_deployment(parser)
     parser.add_argument("--pool-bytes", type=_size, default=0, help="landing pool per rank; default: per request")
-    parser.add_argument("--out", type=Path, help="folder for the trace and the logs")
+    parser.add_argument("--out", type=Path, help="folder to keep the trace and the logs in; default: none is kept")
     parser.add_argument("--step", action="store_true", help="step through it at a prompt")
     parser.add_argument("--strict", action="store_true", help="an uncovered write is an error")
     parser.add_argument("--allow-private-urls", action="store_true", help="let images come from private addresses")
 
 
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    text = f"one of {', '.join(PROFILES)}; NAME-RULE and NAME+RULE change a rule (default: %(default)s)"
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=text)
+
+
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=f"one of {', '.join(PROFILES)}")
+    _add_profile(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
     parser.add_argument("--protocol", choices=("tcp", "rdma"), default="tcp")
     parser.add_argument("--model", default="tiny", help="`tiny`, or the folder of a Qwen2.5-VL checkpoint")
@@ -203,13 +259,15 @@ def _add_race(commands: Any) -> None:
         return _finish(run_race(options, _sayer(chosen.json)), chosen.json)
 
     parser = _command(commands, "race", "sibling /send calls of one part on the real engine, counted", run)
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=f"one of {', '.join(PROFILES)}")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--bytes", type=_size, default=64 << 10, help="embedding size, such as 64KiB")
-    parser.add_argument("--repeat", type=int, default=50, help="requests")
-    parser.add_argument("--stagger", type=float, default=0.0, metavar="MS", help="milliseconds between ranks")
+    _add_profile(parser)
+    parser.add_argument("--tp", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--bytes", type=_size, default="64KiB", help="embedding size (default: %(default)s)")
+    parser.add_argument("--repeat", type=_positive, default=50, help="requests (default: %(default)s)")
+    parser.add_argument(
+        "--stagger", type=_milliseconds, default=0.0, metavar="MS", help="between ranks; default: all at once"
+    )
     parser.add_argument("--nic", action="store_true", help="emulate an NIC: slices need a live source region")
-    parser.add_argument("--out", type=Path, help="folder for the trace and the logs")
+    parser.add_argument("--out", type=Path, help="folder to keep the trace and the logs in; default: none is kept")
 
 
 def _add_explore(commands: Any) -> None:
@@ -234,15 +292,15 @@ def _add_explore(commands: Any) -> None:
         return _finish(answer, chosen.json)
 
     parser = _command(commands, "explore", "every order of the steps within a bound, in the model", run)
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=f"one of {', '.join(PROFILES)}")
+    _add_profile(parser)
     parser.add_argument("--ablate", action="store_true", help="take each rule away from `hardened`")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--parts", type=int, default=1, help="images or videos of a request (default: %(default)s)")
     parser.add_argument("--modality", type=Modality, help="of a single part, IMAGE or VIDEO; default: the profile's")
     parser.add_argument("--fault", help="a kind of fault, or `all`; default: none")
-    parser.add_argument("--seconds", type=float, default=60.0, help="budget")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="budget (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is sampled at random (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the schedule files")
 
 
@@ -274,7 +332,7 @@ def _add_store(commands: Any) -> None:
         return _finish(answer, chosen.json)
 
     parser = _command(commands, "store", "the embedding cache over a real Mooncake Store", run)
-    parser.add_argument("--out", type=Path, help="folder for the trace and the logs")
+    parser.add_argument("--out", type=Path, help="folder to keep the trace and the logs in; default: none is kept")
     parser.add_argument("--facts", action="store_true", help="measure the bare store's failures too (minutes)")
     parser.add_argument("--write", action="store_true", help="keep the answer in results/")
 
@@ -308,7 +366,8 @@ def _add_lab(commands: Any) -> None:
         import subprocess
 
         folder = Path(__file__).resolve().parents[1] / "notebooks"
-        return subprocess.call([sys.executable, "-m", "jupyterlab", "--notebook-dir", str(folder)])
+        root = ["--allow-root"] if os.geteuid() == 0 else []
+        return subprocess.call([sys.executable, "-m", "jupyterlab", "--notebook-dir", str(folder), *root])
 
     _command(commands, "lab", "open the notebooks in JupyterLab", run, as_json=False)
 
@@ -326,7 +385,7 @@ def _add_role(commands: Any, name: str, text: str, command: Command) -> argparse
 
 def _add_handoff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the address peers reach this host by")
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=f"one of {', '.join(PROFILES)}")
+    _add_profile(parser)
     parser.add_argument("--protocol", default="tcp", choices=("tcp", "rdma"))
     parser.add_argument("--strict", action="store_true", help="an uncovered write is an error")
     parser.add_argument("--no-digest", action="store_true", help="do not checksum embeddings")
@@ -363,8 +422,8 @@ def _add_encoder(commands: Any) -> None:
     _add_handoff(parser)
     parser.add_argument("--port", type=_port, default=0, help="HTTP port, 0 for a free one")
     parser.add_argument("--send-timeout", type=_seconds, metavar="S", help="clean-up timer; default: the profile's")
-    parser.add_argument("--nic-slices", type=int, default=0, help="emulate an NIC with so many slices a write")
-    parser.add_argument("--media-root", type=Path, help="folder that file items may come from")
+    parser.add_argument("--nic-slices", type=_not_negative, default=0, help="emulate an NIC: so many slices a write")
+    parser.add_argument("--media-root", type=_there, help="folder that file items may come from")
     parser.add_argument("--allow-private-urls", action="store_true")
     parser.add_argument("--store", metavar="HOST:PORT", help="mooncake_master of a store to cache embeddings in")
 
@@ -387,9 +446,18 @@ def _size_or_zero(text: str) -> int:
     return 0 if text == "0" else _size(text)
 
 
+def _check_ranks(chosen: argparse.Namespace) -> None:
+    """Refuse what the lab would refuse, in the same words."""
+    from .lab.lab import LabConfig
+
+    LabConfig(tp=chosen.tp, profile=chosen.profile)
+
+
 def _prefill(chosen: argparse.Namespace) -> int:
     from .roles import PrefillOptions, PrefillRank, run_prefill
 
+    if chosen.control is None:
+        _check_ranks(chosen)
     options = PrefillOptions(
         **_handoff_fields(chosen, f"rank{chosen.rank}"),
         encoder_urls=tuple(chosen.encoder_urls.split(",")),
@@ -421,5 +489,5 @@ def _add_reference(commands: Any) -> None:
         return 0
 
     parser = _add_role(commands, "reference", "run the one-process reference (for the lab)", run)
-    parser.add_argument("--media-root", type=Path)
+    parser.add_argument("--media-root", type=_there)
     parser.add_argument("--allow-private-urls", action="store_true")

@@ -157,14 +157,25 @@ def _inside(ref: str, policy: MediaPolicy) -> tuple[Path, Path]:
     """The allowed folder and the file meant, links resolved; whether the file exists is not looked at outside."""
     if policy.allowed_root is None:
         raise MediaForbidden(f"local file {short(ref)}: set an allowed folder or send a data: URI")
-    try:
-        root = policy.allowed_root.resolve()
-        target = (root / ref).resolve()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise MediaNotFound(f"{short(ref)} cannot be resolved: check the path for loops and odd characters") from error
+    root = resolved(str(policy.allowed_root))
+    target = resolved(ref, root)
     if not target.is_relative_to(root):
         raise MediaForbidden(f"{short(ref)} is outside the allowed folder: move it there or allow its folder")
     return root, target
+
+
+def resolved(ref: str, root: Path = Path()) -> Path:
+    """The file a path means, links resolved; a relative one starts at root.
+
+    Raises:
+        MediaNotFound: it is empty, or its links lead nowhere.
+    """
+    if not ref:
+        raise MediaNotFound("the path of an image or video is empty: name a file")
+    try:
+        return (root / ref).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise MediaNotFound(f"{short(ref)} cannot be resolved: check the path for loops and odd characters") from error
 
 
 def _open(root: Path, target: Path, ref: str) -> int:

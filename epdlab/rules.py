@@ -158,9 +158,18 @@ def profile(name: str) -> Profile:
     """
     if name in PROFILES:
         return PROFILES[name]
-    found = re.fullmatch(r"(.+)([-+])([a-z_]+)", name)
+    found = re.fullmatch(r"(.+)([-+])(.*)", name)
     if found and found[3] in {r.value for r in Rule}:
         base, rule = profile(found[1]), Rule(found[3])
         return base.plus(rule) if found[2] == "+" else base.without(rule)
+    if found and found[1].startswith(tuple(PROFILES)) and not difflib.get_close_matches(name, PROFILES, cutoff=0.94):
+        raise UsageError(_no_rule(found[3]))
     near = difflib.get_close_matches(name, PROFILES, n=2) or list(PROFILES)
     raise UsageError(f"no profile {name!r}; use {', '.join(near)}")
+
+
+def _no_rule(word: str) -> str:
+    rules = [rule.value for rule in Rule]
+    near = difflib.get_close_matches(word.lower(), rules, n=2)
+    which = f"the nearest: {', '.join(near)}" if near else ", ".join(rules)
+    return f"no rule {word!r}; NAME+RULE and NAME-RULE take one of the {len(rules)} rules; {which}"

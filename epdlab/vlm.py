@@ -83,9 +83,11 @@ def best_device() -> str:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises PromptError for a prompt that says nothing. Cheap: call it before a model is loaded."""
+    """Raises PromptError for a prompt that says nothing or is no text. Cheap: call it before a model is loaded."""
     if not prompt.strip():
         raise PromptError("the prompt is empty: say what to do with the media")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise PromptError("the prompt is not UTF-8: write it as UTF-8 text")
 
 
 def load_vlm(model: str = TINY, device: str = "cpu", role: Role = "full", seed: int = 0) -> VLM:

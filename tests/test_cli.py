@@ -147,6 +147,12 @@ def test_demo_for_people(here: Callable[..., Ran]) -> None:
     assert re.search(r"broken invariants: none; left behind: nothing", ran.out)
 
 
+def test_demo_takes_a_file_whose_name_is_no_text(here: Callable[..., Ran], tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"odd.p\xff")
+    odd.write_bytes(Path(TILES).read_bytes())
+    assert here("demo", "--image", str(odd), "--tp", "1", "--json").answer["ok"] is True
+
+
 def test_demo_takes_a_data_uri(here: Callable[..., Ran]) -> None:
     import base64
 
@@ -189,6 +195,11 @@ def still(path: Path) -> str:
     return str(path)
 
 
+def loop(path: Path) -> str:
+    path.symlink_to(path.name)
+    return str(path)
+
+
 BAD_DEMOS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such image": (lambda at: ["--image", "/no/such.png"], r"cannot open '/no/such.png'"),
     "not an image": (lambda at: ["--image", text_file(at / "x.png")], "not a whole image: pass one of PNG"),
@@ -208,6 +219,12 @@ BAD_DEMOS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such profile": (lambda at: ["--profile", "sglang-0.5.61"], "use sglang-0.5.17, sglang-0.5.16"),
     "no such device": (lambda at: ["--device", "tpu"], "invalid choice: 'tpu'"),
     "no such option": (lambda at: ["--colour"], "unrecognized arguments: --colour"),
+    "a prompt that is no text": (lambda at: ["--prompt", os.fsdecode(b"\xff\xfe")], "the prompt is not UTF-8"),
+    "an image that links to itself": (lambda at: ["--image", loop(at / "loop.png")], "loop"),
+    "a video that links to itself": (lambda at: ["--video", loop(at / "loop.gif")], "loop"),
+    "an image of no name": (lambda at: ["--image", ""], "is empty: name a file"),
+    "a rule that is none": (lambda at: ["--profile", "hardened+nope"], "NAME-RULE take one of the 12 rules; shared"),
+    "a rule misspelt": (lambda at: ["--profile", "hardened-notify_eror"], "12 rules; the nearest: notify_errors"),
     "a pool of no size": (lambda at: ["--pool-bytes", "lots"], "'lots' is no size; write 65536"),
 }
 
@@ -232,23 +249,59 @@ def test_a_demo_that_cannot_be(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([], 2, "required: COMMAND"),
+        ([], 2, "required: COMMAND; see `python -m epdlab --help`"),
         (["dance"], 2, "invalid choice: 'dance'"),
-        (["demo", "--out", "/proc/nothing"], 1, "/proc/nothing"),
-        (["demo", "--out", "/etc/hostname"], 1, "/etc/hostname"),
+        (["demo", "--tp"], 2, "see `python -m epdlab demo --help`"),
+        (["demo", "--out", "/proc/nothing"], 2, "--out /proc/nothing: No such file or directory; name a folder"),
+        (["demo", "--out", "/etc/hostname"], 2, "--out /etc/hostname: File exists; name a folder"),
+        (["race", "--out", "/proc/nothing"], 2, "--out /proc/nothing: "),
+        (["explore", "--out", "/proc/nothing"], 2, "--out /proc/nothing: "),
+        (["store", "--out", "/proc/nothing"], 2, "--out /proc/nothing: "),
+        (["race", "--bytes", "20GiB"], 2, "--bytes 21474836480 is not possible; use 1 to 1073741824"),
+        (["race", "--stagger", "-1"], 2, "'-1' is no time; write milliseconds, 0 or more"),
+        (["race", "--stagger", "nan"], 2, "'nan' is no time; write milliseconds"),
+        (["race", "--stagger", "inf"], 2, "'inf' is no time; write milliseconds"),
+        (["race", "--repeat", "0"], 2, "'0' is no count; write a whole number, 1 or more"),
+        (["explore", "--seconds", "0"], 2, "'0' is no time; write seconds"),
+        (["explore", "--seconds", "-1"], 2, "'-1' is no time; write seconds"),
+        (["explore", "--seconds", "inf"], 2, "'inf' is no time; write seconds"),
+        (["encoder", "--nic-slices", "-1"], 2, "'-1' is no count; write a whole number, 0 or more"),
+        (["encoder", "--media-root", "/no/such"], 2, "there is no '/no/such'; name a folder that is there"),
         (["encoder", "--port", "x"], 2, "'x' is no port; use 1 to 65535"),
         (["encoder", "--port", "65536"], 2, "'65536' is no port; use 1 to 65535"),
         (["encoder", "--send-timeout", "-1"], 2, "'-1' is no time; write seconds"),
         (["encoder", "--quarantine", "nan"], 2, "'nan' is no time; write seconds"),
-        (["encoder", "--model", "synthetic", "--trace", "/no/such/folder/x"], 1, "/no/such/folder/x"),
+        (["encoder", "--model", "synthetic", "--trace", "/no/such/folder/x"], 2, "--trace /no/such/folder/x: "),
         (["prefill"], 2, "--encoder-urls"),
         (["prefill", "--encoder-urls", "u", "--deadline", "soon"], 2, "'soon' is no time; write seconds"),
+        (["prefill", "--encoder-urls", "u", "--tp", "0"], 2, "--tp 0 is not possible: 1 to 8 ranks"),
+        (["prefill", "--encoder-urls", "u", "--tp", "9"], 2, "--tp 9 is not possible: 1 to 8 ranks"),
+        (["replay", "/dev/zero"], 2, "/dev/zero is over 1048576 bytes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_command_that_cannot_be(here: Callable[..., Ran], arguments: list[str], code: int, said: str) -> None:
     ran = here(*arguments)
     assert (ran.code, said in ran.refusal) == (code, True), ran.err
+
+
+@pytest.mark.parametrize("command", ["demo", "race", "explore"])
+def test_help_says_the_defaults(here: Callable[..., Ran], capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: hardened)" in said
+    assert ("budget (default: 60.0)" in said) == (command == "explore")
+
+
+@pytest.mark.parametrize(("user", "allowed"), [(0, True), (1000, False)])
+def test_the_lab_as_root(here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, user: int, allowed: bool) -> None:
+    """JupyterLab starts as root only where it is told that it may."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 0)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert here("lab").code == 0
+    assert ("--allow-root" in called[0]) == allowed
 
 
 def test_a_model_that_is_not_there(here: Callable[..., Ran]) -> None:

@@ -172,8 +172,7 @@ async def test_without_an_allowed_folder_no_path_is_read() -> None:
 
 @pytest.mark.parametrize("ref", ["none.png", "tiles.png/x", "no\0name", "n" * 5000, ""])
 async def test_a_path_that_leads_to_no_file(folder: Path, ref: str) -> None:
-    error = MediaUnsupported if ref == "" else MediaNotFound  # "" is the folder itself
-    await refused(ref, IMAGE, MediaPolicy(allowed_root=folder), error, "check the path|is a folder")
+    await refused(ref, IMAGE, MediaPolicy(allowed_root=folder), MediaNotFound, "check the path|name a file")
 
 
 async def test_an_allowed_folder_that_is_gone(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The race on the real engine: raw codes and broken invariants, by profile."""
 
+from collections import Counter
+
 import pytest
 from tape import SOURCE, Tape
 
 from epdlab.errors import UsageError
+from epdlab.lab import race
 from epdlab.lab.race import RaceOptions, as_answered, run_race
 from epdlab.trace.invariants import check
 
@@ -70,8 +73,26 @@ def test_the_cached_path_of_0_5_23_refuses_siblings_and_writes_no_wrong_byte() -
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(RaceOptions(repeat=0), "--repeat"), (RaceOptions(tp=9), "--tp"), (RaceOptions("sglang-0.5.18"), "no profile")],
+    [
+        (RaceOptions(repeat=0), "--repeat"),
+        (RaceOptions(tp=9), "--tp"),
+        (RaceOptions("sglang-0.5.18"), "no profile"),
+        (RaceOptions(bytes=20 << 30), "--bytes 21474836480 .* use 1 to 1073741824"),
+        (RaceOptions(stagger_ms=float("nan")), "--stagger"),
+    ],
 )
 def test_what_cannot_be_raced(options: RaceOptions, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         run_race(options)
+
+
+def test_what_the_encoder_refuses_is_no_answer_of_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "_check", lambda options: None)
+    with pytest.raises(UsageError, match="a synthetic item has 1 to 1073741824 bytes"):
+        run_race(RaceOptions(bytes=(1 << 30) + 1, repeat=1))
+
+
+def test_an_error_that_no_broken_invariant_explains_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "_one", lambda *_: Counter(deadline=1))
+    answer = run_race(RaceOptions(tp=1, repeat=1))
+    assert (answer["ok"], answer["violations"], answer["received"]) == (False, {}, {"deadline": 1})

@@ -31,7 +31,20 @@ def test_what_is_added_can_be_taken_away() -> None:
     assert profile("sglang-0.5.16+keep_embedding-keep_embedding").rules == PROFILES["sglang-0.5.16"].rules
 
 
-@pytest.mark.parametrize("name", ["hardend", "hardened-no_such_rule", "nothing+keep_embedding", "hardened+", ""])
+@pytest.mark.parametrize("name", ["hardend", "sglang-0.5.23-cahce", "nothing+keep_embedding", "hardened+", ""])
 def test_another_name_is_refused_with_the_nearest(name: str) -> None:
     with pytest.raises(UsageError, match=r"no profile .*; use .*"):
+        profile(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hardened-no_such_rule", "no rule 'no_such_rule'; .* one of the 12 rules; shared_registration, "),
+        ("hardened-keep_embedding+Check-metadata", "no rule 'metadata'"),
+        ("sglang-0.5.17+count_receiver", "one of the 12 rules; the nearest: count_receivers"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused_with_the_nearest(name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         profile(name)

@@ -144,11 +144,12 @@ def load(path: Path) -> Schedule:
             fit its profile. The message says where, and what mends it.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror}); make a schedule with `epdlab explore`") from None
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} has {len(data)} bytes, a schedule has at most {MAX_BYTES}; is it another file?")
+        raise UsageError(f"{path} is over {MAX_BYTES} bytes, which no schedule is; is it another file?")
     try:
         schedule = msgspec.json.decode(data, type=Schedule)
     except msgspec.ValidationError as error:

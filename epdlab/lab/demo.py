@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import one_line
-from ..media import MediaPolicy, load_item
+from ..media import MediaPolicy, load_item, resolved
 from ..modality import Modality
 from ..rules import Rule, profile
 from ..steps import Event
@@ -130,8 +130,9 @@ def stage_media(
     staged = []
     for index, (modality, ref) in enumerate(wanted):
         local = "://" not in ref and not ref.startswith("data:")
-        policy = MediaPolicy(Path(ref).resolve().parent if local else None, allow_private_urls=allow_private_urls)
-        _blocking(load_item(str(Path(ref).resolve()) if local else ref, modality, policy))
+        path = resolved(ref) if local else None
+        policy = MediaPolicy(path.parent if path else None, allow_private_urls=allow_private_urls)
+        _blocking(load_item(str(path or ref), modality, policy))
         staged.append((modality.value, _copied(Path(ref), root / f"item{index}") if local else ref))
     return staged
 
@@ -146,7 +147,6 @@ def _copied(source: Path, target: Path) -> str:
     if source.is_dir():
         shutil.copytree(source, target)
     else:
-        target = target.with_suffix(source.suffix)
         shutil.copyfile(source, target)
     return str(target)
 

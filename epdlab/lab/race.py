@@ -7,6 +7,7 @@ real encode server.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ import msgspec
 from ..errors import UsageError
 from ..rules import Rule, profile
 from ..steps import Event
+from ..tower import MAX_SYNTHETIC_BYTES
 from ..trace.invariants import check
 from .lab import Lab
 
@@ -43,10 +45,9 @@ def run_race(options: RaceOptions, say: Callable[[str], None] = lambda line: Non
     """Run the race; counts of raw engine codes, of broken invariants, and of what each rank got.
 
     Raises:
-        UsageError: nothing to repeat, or an unknown profile.
+        UsageError: nothing to repeat, an unknown profile, or a size or time that cannot be; before a process starts.
     """
-    if options.repeat < 1:
-        raise UsageError(f"--repeat {options.repeat} asks for nothing; use at least 1")
+    _check(options)
     slices = NIC_SLICES if options.nic else 0
     chosen: dict[str, Any] = {"tp": options.tp, "profile": options.profile, "nic_slices": slices}
     if not profile(options.profile).has(Rule.NOTIFY_ERRORS):
@@ -55,9 +56,21 @@ def run_race(options: RaceOptions, say: Callable[[str], None] = lambda line: Non
         outcomes = [_one(lab, options, number, say) for number in range(1, options.repeat + 1)]
         lab.census()
         events = lab.events
-    answer = asdict(options) | {"out": None} | _counts(events) | {"received": dict(sum(outcomes, Counter()))}
+    received: Counter[str] = sum(outcomes, Counter())
+    answer = asdict(options) | {"out": None} | _counts(events) | {"received": dict(received)}
+    answer["ok"] = answer["ok"] and set(received) == {"ok"}
     say(summary(answer))
     return answer
+
+
+def _check(options: RaceOptions) -> None:
+    """Refuse what no run could answer."""
+    if options.repeat < 1:
+        raise UsageError(f"--repeat {options.repeat} asks for nothing; use at least 1")
+    if not 1 <= options.bytes <= MAX_SYNTHETIC_BYTES:
+        raise UsageError(f"--bytes {options.bytes} is not possible; use 1 to {MAX_SYNTHETIC_BYTES} (1GiB)")
+    if not 0 <= options.stagger_ms < math.inf:
+        raise UsageError(f"--stagger {options.stagger_ms} is no time; write milliseconds, 0 or more")
 
 
 def _one(lab: Lab, options: RaceOptions, number: int, say: Callable[[str], None]) -> Counter[str]:
@@ -71,6 +84,9 @@ def _one(lab: Lab, options: RaceOptions, number: int, say: Callable[[str], None]
         lab.wait_for_ranks(req_id)
         lab.run()
     results = lab.result(req_id)
+    for error in results.values():
+        if isinstance(error, UsageError):
+            raise error
     if number % max(1, options.repeat // 10) == 0:
         say(f"{number} of {options.repeat} requests")
     return Counter(getattr(answer, "kind", "ok") for answer in results.values())
