@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -33,8 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _as_interrupt)
+    _on_interrupt(_as_interrupt)
     logging.basicConfig(level=logging.WARNING, format="epdlab: %(message)s", stream=sys.stderr)
     try:
         chosen = _parser().parse_args(arguments)
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"epdlab: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print("epdlab: interrupted; every process was ended", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print("epdlab: interrupted; every process was ended", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads on; do not fail again at exit
@@ -53,13 +54,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"epdlab: {error}", file=sys.stderr)
         return 1
+    finally:
+        _on_interrupt(_nothing)  # the answer is out; what is left ends by itself
 
 
 def _as_interrupt(*_: object) -> NoReturn:
     """The first Ctrl-C ends the command; a second one must not stop it from ending its processes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    _on_interrupt(_nothing)
     raise KeyboardInterrupt
+
+
+def _nothing(*_: object) -> None:
+    """Take a signal, and do nothing."""
+
+
+def _on_interrupt(act: Callable[..., None]) -> None:
+    """What Ctrl-C, SIGTERM and a closed terminal do from now on; under `nohup` the last is ignored as before."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, act)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from lab_world import alive, light, parent, wait_until
 from epdlab.control import Held, Hello, pack
 from epdlab.errors import DeadlineExceeded, EpdLabError, HandoffError, LabError, PeerLost, TransferFailed, UsageError
 from epdlab.lab import Lab
+from epdlab.lab import processes as processes_module
 from epdlab.lab.controller import Controller
 from epdlab.lab.demo import leaks_of
 from epdlab.lab.processes import Nursery, Process
@@ -164,6 +166,37 @@ def test_a_wrong_word_is_refused_here_and_ends_no_process(lab: Lab, use: Callabl
         use(lab)
     lab.request(ITEM)
     assert good(lab.result())
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda lab: lab.fault("drop", "encode.post"), "drop does not go with encode.post; it goes with ack.push"),
+        (lambda lab: lab.fault("drop", "*"), "drop does not go with *; it goes with ack.push"),
+        (lambda lab: lab.fault("repeat", "landing.read"), "repeat does not go with landing.read; it goes with send."),
+        (lambda lab: lab.fault("explode", "*"), "no fault 'explode'; use fail, delay, drop, repeat, kill"),
+        (lambda lab: lab.fault("fail", "transfer.write", times=-3), "times=-3 is not possible; use 1 or more, or None"),
+        (lambda lab: lab.fault("fail", "transfer.write", times=0), "times=0 is not possible; use 1 or more, or None"),
+        (lambda lab: lab.fault("delay", "transfer.write"), "a delay of None s is not possible; say how long, such as"),
+        (lambda lab: lab.fault("delay", "*", value=-1.0), "a delay of -1.0 s is not possible; say how long, such as"),
+        (lambda lab: lab.fault("fail", "*", process="zz"), "no process 'zz'; there are enc0, rank0, rank1"),
+        (lambda lab: lab.hold(process="zz"), "no process 'zz'; there are enc0, rank0, rank1"),
+        (lambda lab: lab.hold(rank=9), "no rank 9; there are 0, 1"),
+        (lambda lab: lab.fault("kill", "*", rank=-1), "no rank -1; there are 0, 1"),
+    ],
+)
+def test_what_could_never_happen_is_refused(lab: Lab, use: Callable[[Lab], object], told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        use(lab)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+    assert lab.controller.patterns == []
+
+
+def test_what_could_happen_at_any_step_is_taken_for_all(lab: Lab) -> None:
+    for kind, value in (("fail", None), ("kill", None), ("delay", 0.0)):
+        lab.fault(kind, "*", value=value, times=None)  # type: ignore[arg-type]
+    assert len(lab.controller.patterns) == 3
 
 
 def test_an_operation_nobody_has(lab: Lab) -> None:
@@ -368,6 +401,96 @@ def test_a_lab_that_was_never_started() -> None:
     lab.close()
 
 
+NOT_RUNNING: list[Callable[[Lab], object]] = [
+    lambda lab: lab.request(ITEM),
+    lambda lab: lab.hold(),
+    lambda lab: lab.fault("fail", "*"),
+    lambda lab: lab.unhold(),
+    lambda lab: lab.step(),
+    lambda lab: lab.run(),
+    lambda lab: lab.settle(),
+    lambda lab: lab.census(),
+    lambda lab: lab.kill("rank0"),
+    lambda lab: lab.state(),
+    lambda lab: lab.draw(),
+    lambda lab: lab.events,
+    lambda lab: lab.events_of("req1"),
+    lambda lab: lab.shown,
+    lambda lab: lab.breaches,
+]
+
+
+def test_a_lab_that_does_not_run_says_so_in_every_order() -> None:
+    fresh, closed, ended = Lab(model="synthetic"), Lab(model="synthetic"), Lab(tp=1, model="synthetic")
+    closed.close()
+    with ended:
+        ended.request(ITEM)
+        ended.result()
+    for lab in (fresh, closed, ended):
+        for use in NOT_RUNNING:
+            with pytest.raises(LabError, match=r"^the lab is not running; use `with Lab\(\.\.\.\) as lab:`$"):
+                use(lab)
+    fresh.close()
+    for lab in (fresh, closed, ended):
+        with pytest.raises(LabError, match="not running"):
+            lab.start()
+        lab.close()
+        lab.close()
+
+
+def test_a_trace_that_was_kept_can_be_looked_at_after_the_end(tmp_path: Path) -> None:
+    with Lab(tp=1, model="synthetic", out=tmp_path) as lab:
+        req_id = lab.request(ITEM)
+        lab.result()
+    assert lab.events_of(req_id)
+    assert lab.breaches == []
+    assert "enc0" in str(lab.state())
+    assert lab.draw() is not None
+
+
+def test_an_interrupted_close_goes_on_when_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(tp=1, model="synthetic").start()
+    started = list(lab.processes.values())
+    wait = lab._wait
+
+    def interrupted(work: Any) -> Any:
+        work.close()
+        raise KeyboardInterrupt
+
+    lab.freeze("rank0")
+    monkeypatch.setattr(lab, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lab.close()
+    monkeypatch.setattr(lab, "_wait", wait)
+    lab.close()
+    assert not any(process.running for process in started)
+    assert not lab.out.exists()
+
+
+LEFT_OPEN = """
+import sys
+from epdlab.lab import Lab
+
+lab = Lab(tp=1, model="synthetic").start()
+lab.request("bytes:1:1")
+print(lab.out, *(process.pid for process in lab.processes.values()), flush=True)
+if sys.argv[1:]:
+    raise SystemExit(7) if sys.argv[1] == "exit" else ValueError("the reader's own")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [((), 0), (("raise",), 1), (("exit",), 7)])
+def test_a_lab_left_open_is_closed_at_exit(tmp_path: Path, how: tuple[str, ...], code: int) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN, *how]
+    done = subprocess.run(command, env=light(tmp_path), capture_output=True, text=True, timeout=30, check=False)
+    folder, *pids = done.stdout.split()
+    assert (done.returncode, len(pids)) == (code, 2)
+    assert not any(alive(int(pid)) for pid in pids)
+    assert not Path(folder).exists()
+    assert "ignored" not in done.stderr
+    assert done.stderr.count("Traceback") == (how == ("raise",))
+
+
 def test_an_interrupted_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a notebook, while the encoders are up and the ranks are not."""
     lab = Lab(tp=2, model="synthetic")
@@ -440,6 +563,60 @@ def test_a_nursery_that_dies_is_noticed(
             os.kill(pid, signal.SIGKILL)
     with pytest.raises(LabError, match="nursery ended"):
         nursery.start(_idle_role(), tmp_path / "z.log")
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_interrupts_while_the_nursery_is_closed_at_exit_leave_no_traceback(tmp_path: Path) -> None:
+    env = light(tmp_path)
+    (tmp_path / "torch/__init__.py").write_text("import atexit, time; atexit.register(time.sleep, 1.0)")
+    program = "from epdlab.lab.processes import nursery; nursery()"
+    child = subprocess.Popen([sys.executable, "-c", program], env=env, stderr=subprocess.PIPE, text=True)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wait_until(lambda: all(ignores(child.pid, number) for number in numbers))
+    for number in numbers:
+        child.send_signal(number)
+    assert child.communicate(timeout=30)[1] == ""
+    assert child.returncode == 0
+
+
+def test_a_nursery_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", light(tmp_path)["PYTHONPATH"])
+    monkeypatch.setattr(processes_module, "END_GRACE_S", 0.1)
+    nursery = Nursery()
+    os.kill(nursery._child.pid, signal.SIGSTOP)
+    nursery.close()
+    assert nursery._child.returncode == -signal.SIGKILL
+
+
+def test_a_nursery_that_nobody_hears_ends_quietly(tmp_path: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "epdlab.lab.nursery"]
+    with subprocess.Popen(command, env=light(tmp_path), **pipes) as nursery:  # type: ignore[call-overload]
+        nursery.stdout.close()
+        nursery.stdin.write(json.dumps({"argv": _idle_role(), "log": str(tmp_path / "x.log")}).encode() + b"\n")
+        nursery.stdin.flush()
+        assert nursery.stderr.read() == b""
+        assert nursery.wait(30) == 0
+
+
+def test_a_closed_terminal_ends_a_command(tmp_path: Path) -> None:
+    """SIGHUP is taken as SIGTERM is: one line, exit code 130, no temporary folder left."""
+    command = [sys.executable, "-m", "epdlab", "demo", "--json"]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: any(tmp_path.glob("epdlab-*/trace.jsonl")), 60)
+    child.send_signal(signal.SIGHUP)
+    printed, said = child.communicate(timeout=60)
+    assert (child.returncode, printed) == (130, "")
+    assert said.splitlines()[-1] == "epdlab: interrupted; every process was ended"
+    assert "Traceback" not in said
+    assert list(tmp_path.glob("epdlab*")) == []
 
 
 def _idle_role() -> list[str]:

@@ -13,6 +13,8 @@ Every method works as a plain call and, inside a coroutine, with `async with Lab
 from __future__ import annotations
 
 import asyncio
+import atexit
+import math
 import signal
 import tempfile
 import threading
@@ -22,7 +24,7 @@ from collections.abc import Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -36,7 +38,7 @@ from ..trace.render import Drawing
 from ..trace.state import WorldState
 from .controller import Controller, Waiting
 from .force import force
-from .processes import Process
+from .processes import Process, ignore_interrupts, nursery
 from .rest import Rest
 from .view import State, draw
 
@@ -46,6 +48,7 @@ MAX_TP = 8
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 30.0
 LOOK_TIMEOUT_S = 5.0
+NOT_RUNNING = "the lab is not running; use `with Lab(...) as lab:`"
 CLEAN_UP = ("mr.deregister", "embedding.drop", "landing.quarantine", "landing.free", "part.release", "timer.fire")
 
 
@@ -106,7 +109,10 @@ class Lab:
         self.a = AsyncLab(self)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="epdlab-lab", daemon=True)
+        self._closing = threading.Lock()
+        self._closed = False
         self._controller: Controller | None = None
+        self._leaving: dict[str, Process] = {}
         self._requests: dict[str, list[Future[dict[str, Any]]]] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._answered: Counter[str] = Counter()
@@ -117,11 +123,15 @@ class Lab:
     # ---- up and down ---------------------------------------------------------------------------------------------
 
     def start(self) -> Lab:
-        """Start every process and wait until it is ready; `close` ends them. The same as `with`."""
+        """Start every process and wait until it is ready; `close`, or Python's exit, ends them. The same as `with`."""
+        if self._closed:
+            raise LabError(NOT_RUNNING)
         if self._thread.is_alive():
             return self
         self._thread.start()
         try:
+            nursery()  # its own end at exit must come after the lab's
+            atexit.register(self._close_at_exit)
             self._wait(self._start())
         except BaseException:
             self.close()
@@ -144,14 +154,23 @@ class Lab:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """End every process and give everything back. Idempotent."""
-        if self._thread.is_alive():
-            self._wait(self._stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._loop.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        """End every process and give everything back. Idempotent; an interrupted one goes on when called again."""
+        with self._closing:
+            if self._closed:
+                return
+            if self._thread.is_alive():
+                self._wait(self._stop())
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+            self._loop.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
+            self._closed = True
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        ignore_interrupts()
+        self.close()
 
     async def _start(self) -> None:
         self._controller = Controller()
@@ -177,7 +196,7 @@ class Lab:
         self._watches.add(asyncio.get_running_loop().create_task(self._watch(process)))
 
     async def _watch(self, process: Process) -> None:
-        await asyncio.to_thread(process.ended)
+        await process.over()
         if self.processes.get(process.name) is process:
             await self._lost(process)
 
@@ -199,16 +218,17 @@ class Lab:
     async def _stop(self) -> None:
         if self._controller is None:
             return
-        processes, self.processes = self.processes, {}
-        for name, process in processes.items():
+        self._leaving |= self.processes
+        self.processes = {}
+        for name, process in self._leaving.items():
             if name in self._controller.hellos:
                 await self._controller.shut_down(name)
             else:
                 process.signal(signal.SIGTERM)
             process.signal(signal.SIGCONT)
-        await asyncio.gather(*(asyncio.to_thread(process.end) for process in processes.values()))
+        await asyncio.gather(*(process.end() for process in self._leaving.values()))
         await asyncio.gather(*self._watches, return_exceptions=True)
-        for name in processes:
+        for name in self._leaving:
             self._controller.lost(name, "ended with the lab")
         answers = [asyncio.wrap_future(answers) for sent in self._requests.values() for answers in sent]
         await asyncio.gather(*answers, return_exceptions=True)
@@ -296,8 +316,10 @@ class Lab:
         part: int | None = None,
     ) -> None:
         """Make the next such step fail, wait (`value` seconds), be dropped, run twice, or kill its process."""
-        decision = Decision(kind, value)
-        self._add(Pattern(_known(step), "begin", process, rank, req, part, decision, times), first=True)
+        pattern = Pattern(_known(step), "begin", process, rank, req, part, Decision(kind, value), times)
+        if kind not in get_args(FaultKind):
+            raise UsageError(f"no fault {kind!r}; use {', '.join(get_args(FaultKind))}")
+        self._add(pattern, first=True)
 
     def unhold(self) -> None:
         """Forget all holds and faults. Steps that wait already go on waiting."""
@@ -309,7 +331,16 @@ class Lab:
         except msgspec.ValidationError as error:
             raise UsageError(f"{pattern.step} cannot be held or faulted like this: {error}") from None
         old = self.controller.patterns
+        _check_fault(pattern)
+        self._check_where(pattern)
         self._wait(self.controller.set_patterns([pattern, *old] if first else [*old, pattern]))
+
+    def _check_where(self, pattern: Pattern) -> None:
+        if pattern.process is not None:
+            self._process(pattern.process)
+        if pattern.rank is not None and not 0 <= pattern.rank < self.config.tp:
+            there = ", ".join(map(str, range(self.config.tp)))
+            raise UsageError(f"no rank {pattern.rank}; there are {there}")
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -400,6 +431,7 @@ class Lab:
         Raises:
             LabError: something still works after `timeout_s`; says what.
         """
+        self._need_running()
         self._wait(self._rest.settle(timeout_s))
         return sorted(self.waiting, key=_protocol_order)
 
@@ -437,8 +469,11 @@ class Lab:
 
     @property
     def events(self) -> list[Event]:
-        """The trace so far."""
-        return read_trace(self.trace_path)
+        """The trace so far; after the end too, if the lab was given a folder for it (`out`)."""
+        try:
+            return read_trace(self.trace_path)
+        except FileNotFoundError:
+            raise LabError(NOT_RUNNING) from None
 
     def events_of(self, req_id: str) -> list[Event]:
         """The events of one request."""
@@ -451,6 +486,7 @@ class Lab:
 
     def census(self) -> dict[str, dict[str, int]]:
         """What every process still holds, by kind; also recorded in the trace."""
+        self._need_running()
         names = [name for name in self.processes if name != "reference"]
         return {name: self.call(name, "census") for name in names if self.processes[name].running}
 
@@ -481,13 +517,17 @@ class Lab:
     @property
     def controller(self) -> Controller:
         if self._controller is None:
-            raise LabError("the lab is not running; use `with Lab(...) as lab:`")
+            raise LabError(NOT_RUNNING)
         return self._controller
+
+    def _need_running(self) -> None:
+        if self._controller is None or not self._thread.is_alive():
+            raise LabError(NOT_RUNNING)
 
     def _later(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if not self._thread.is_alive():
             work.close()
-            raise LabError("the lab is not running; use `with Lab(...) as lab:`")
+            raise LabError(NOT_RUNNING)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -500,6 +540,7 @@ class Lab:
             raise
 
     def _process(self, name: str) -> Process:
+        self._need_running()
         if name not in self.processes:
             raise UsageError(f"no process {name!r}; there are {', '.join(self.processes)}")
         return self.processes[name]
@@ -556,6 +597,22 @@ def _protocol_order(waiting: Waiting) -> tuple[Any, ...]:
     point = waiting.point
     place = point.step in CLEAN_UP, list(STEPS).index(point.step), point.phase == "end"
     return *place, point.req or "", point.part or 0, point.rank or 0, point.process, waiting.ticket
+
+
+def _check_fault(pattern: Pattern) -> None:
+    """Refuse a fault that could not happen like this."""
+    from .stepper import FAULTS  # imports this module
+
+    decision, times = pattern.decision, pattern.times
+    if decision is None or decision.fault is None:
+        return
+    if times is not None and times < 1:
+        raise UsageError(f"times={times} is not possible; use 1 or more, or None for every time")
+    if decision.fault == "delay":
+        if decision.value is None or not 0 <= decision.value < math.inf:
+            raise UsageError(f"a delay of {decision.value} s is not possible; say how long, such as value=0.5")
+    elif pattern.step not in (steps := FAULTS[decision.fault]) and (pattern.step != "*" or len(steps) < len(STEPS)):
+        raise UsageError(f"{decision.fault} does not go with {pattern.step}; it goes with {', '.join(steps)}")
 
 
 def _known(step: str) -> str:

@@ -7,6 +7,7 @@ engine before it forks. A role started by hand (`python -m epdlab encoder`) runs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,7 +20,12 @@ PRELOADED = ("torch", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "aio
 
 
 def main() -> None:
-    """Serve until stdin closes."""
+    """Serve until stdin closes, or nobody reads any more."""
+    with contextlib.suppress(BrokenPipeError):
+        _serve()
+
+
+def _serve() -> None:
     sys.stdout.flush()
     replies = os.dup(1)
     os.dup2(2, 1)

@@ -6,6 +6,7 @@ its role's business.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -21,6 +22,7 @@ from typing import IO
 from ..errors import LabError
 
 END_GRACE_S = 5.0
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CALM = {"GOMP_SPINCOUNT": "10000"}
 """An OpenMP thread spins for 8 ms after its last work, and keeps a core from the hand-off that follows a forward; with
 this, for a third of a millisecond."""
@@ -61,10 +63,14 @@ class Nursery:
         return pid, self._ends[pid]
 
     def close(self) -> None:
-        """Close its stdin: it ends, and every child still there with it."""
+        """Close its stdin: it ends, or is killed after a while, and every child still there with it."""
         with contextlib.suppress(BrokenPipeError):
             _pipe(self._child.stdin).close()
-        self._child.wait()
+        try:
+            self._child.wait(END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
         self._listener.join()
         _pipe(self._child.stdout).close()
 
@@ -93,6 +99,17 @@ class Nursery:
             ended.set_result(-signal.SIGKILL)
 
 
+def ignore_interrupts() -> None:
+    """At Python's exit: from now on no signal keeps it from ending the processes."""
+    for number in INTERRUPTS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _close_at_exit(nursery: Nursery) -> None:
+    ignore_interrupts()
+    nursery.close()
+
+
 _nursery: Nursery | None = None
 _nursery_lock = threading.Lock()
 
@@ -103,7 +120,7 @@ def nursery() -> Nursery:
     with _nursery_lock:
         if _nursery is None or not _nursery.running:
             _nursery = Nursery()
-            atexit.register(_nursery.close)
+            atexit.register(_close_at_exit, _nursery)
         return _nursery
 
 
@@ -133,13 +150,17 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def end(self) -> None:
+    async def over(self) -> int:
+        """`ended` without a thread: one that waits there would keep Python from its exit."""
+        return await asyncio.shield(asyncio.wrap_future(self._end))
+
+    async def end(self) -> None:
         """Wait a little for an orderly end, then kill."""
         try:
-            self.ended(END_GRACE_S)
+            await asyncio.wait_for(self.over(), END_GRACE_S)
         except TimeoutError:
             self.signal(signal.SIGKILL)
-            self.ended()
+            await self.over()
 
     def why(self) -> str:
         """How it ended, with its last error line, for an error message."""
