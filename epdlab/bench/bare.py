@@ -30,19 +30,19 @@ class BarePair:
     def __init__(self, nbytes: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="epdlab-bare-")
         self._sink = self._child("sink", str(nbytes))
-        session, self._warm = _read(self._sink).split()
+        session, self._warm = read(self._sink).split()
         self._source = self._child("source", session)
-        _read(self._source)
+        read(self._source)
 
     def write_ms(self, nbytes: int) -> float:
         """Milliseconds of one write of `nbytes` into warm landing memory."""
-        return float(_ask(self._source, f"{nbytes} {self._warm}"))
+        return float(ask(self._source, f"{nbytes} {self._warm}"))
 
     def first_write_ms(self, nbytes: int) -> tuple[float, float]:
         """Milliseconds to allocate and register fresh landing memory, and of the first write into it."""
-        address, setup_ms = _ask(self._sink, f"fresh {nbytes}").split()
-        write_ms = float(_ask(self._source, f"{nbytes} {address}"))
-        _ask(self._sink, f"free {address}")
+        address, setup_ms = ask(self._sink, f"fresh {nbytes}").split()
+        write_ms = float(ask(self._source, f"{nbytes} {address}"))
+        ask(self._sink, f"free {address}")
         return float(setup_ms), write_ms
 
     def _child(self, *arguments: str) -> subprocess.Popen[str]:
@@ -68,19 +68,22 @@ class BarePair:
         self._folder.cleanup()
 
 
-def _ask(child: subprocess.Popen[str], line: str) -> str:
+def ask(child: subprocess.Popen[str], line: str) -> str:
+    """Tell a child one line; the line it answers."""
     assert child.stdin is not None
     child.stdin.write(line + "\n")
     child.stdin.flush()
-    return _read(child)
+    return read(child)
 
 
-def _read(child: subprocess.Popen[str]) -> str:
+def read(child: subprocess.Popen[str]) -> str:
+    """The next line of a child."""
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
 
-def _registered(engine: MooncakeEngine, tensor: torch.Tensor) -> TensorBuffer:
+def registered(engine: MooncakeEngine, tensor: torch.Tensor) -> TensorBuffer:
+    """A tensor's memory, registered with an engine."""
     buffer = TensorBuffer(tensor)
     check("register", engine.register(buffer.address, buffer.nbytes), "of a bench buffer")
     return buffer
@@ -88,14 +91,14 @@ def _registered(engine: MooncakeEngine, tensor: torch.Tensor) -> TensorBuffer:
 
 def _sink(nbytes: int) -> None:
     engine = MooncakeEngine()
-    warm = _registered(engine, torch.zeros(nbytes, dtype=torch.uint8))
+    warm = registered(engine, torch.zeros(nbytes, dtype=torch.uint8))
     fresh: dict[int, TensorBuffer] = {}
     print(engine.session_id, warm.address, flush=True)
     for line in sys.stdin:
         what, number = line.split()
         if what == "fresh":
             began = time.perf_counter()
-            buffer = _registered(engine, torch.empty(int(number), dtype=torch.uint8))
+            buffer = registered(engine, torch.empty(int(number), dtype=torch.uint8))
             fresh[buffer.address] = buffer
             print(buffer.address, (time.perf_counter() - began) * 1e3, flush=True)
         else:
@@ -110,7 +113,7 @@ def _source(session: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         size, target = map(int, line.split())
-        buffer = _registered(engine, torch.full((size,), size % 251, dtype=torch.uint8))
+        buffer = registered(engine, torch.full((size,), size % 251, dtype=torch.uint8))
         began = time.perf_counter()
         code = engine.write_blocking(session, buffer.address, target, size)
         print((time.perf_counter() - began) * 1e3, flush=True)

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from ..engine import MooncakeEngine, TensorBuffer, check, keep_native_log
+from ..engine import MooncakeEngine, keep_native_log
 from . import Say
+from .bare import ask, read, registered
 
 MIB = 1 << 20
 SIZES = (MIB, 64 * MIB)
@@ -45,8 +46,8 @@ class FrozenPair:
         shared = Path(self._folder.name) / "landing"
         self.landing = _mapped(shared, nbytes)
         self._sink = self._child("sink", str(shared), str(nbytes))
-        self._source = self._child("source", *_read(self._sink).split(), str(nbytes))
-        _read(self._source)
+        self._source = self._child("source", *read(self._sink).split(), str(nbytes))
+        read(self._source)
 
     def freeze(self) -> None:
         self._sink.send_signal(signal.SIGSTOP)
@@ -57,18 +58,12 @@ class FrozenPair:
 
     def write(self) -> tuple[int, float]:
         """The code of the write, and its seconds."""
-        code, seconds = self._ask("write").split()
+        code, seconds = ask(self._source, "write").split()
         return int(code), float(seconds)
 
     def refill(self) -> None:
         """Give the source other bytes, as an encoder does that takes its memory back."""
-        self._ask("refill")
-
-    def _ask(self, line: str) -> str:
-        assert self._source.stdin is not None
-        self._source.stdin.write(line + "\n")
-        self._source.stdin.flush()
-        return _read(self._source)
+        ask(self._source, "refill")
 
     def _child(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "epdlab.bench.late", self._folder.name, *arguments]
@@ -135,20 +130,9 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def _read(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
-
-
-def _registered(engine: MooncakeEngine, tensor: torch.Tensor) -> TensorBuffer:
-    buffer = TensorBuffer(tensor)
-    check("register", engine.register(buffer.address, buffer.nbytes), "of a bench buffer")
-    return buffer
-
-
 def _sink(path: str, nbytes: str) -> None:
     engine = MooncakeEngine()
-    buffer = _registered(engine, _mapped(Path(path), int(nbytes)))
+    buffer = registered(engine, _mapped(Path(path), int(nbytes)))
     print(engine.session_id, buffer.address, flush=True)
     signal.pause()
 
@@ -156,7 +140,7 @@ def _sink(path: str, nbytes: str) -> None:
 def _source(session: str, target: str, nbytes: str) -> None:
     engine = MooncakeEngine()
     embedding = torch.full((int(nbytes),), FIRST, dtype=torch.uint8)
-    buffer = _registered(engine, embedding)
+    buffer = registered(engine, embedding)
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "refill":
