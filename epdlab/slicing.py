@@ -35,9 +35,10 @@ class SlicedEngine:
     ) -> int:
         code, size = 0, -(-nbytes // self._slices)
         for offset in range(0, nbytes, size):
-            if code == 0:
-                length = min(size, nbytes - offset)
-                code = await self._slice(session_id, source + offset, target + offset, length)
+            length = min(size, nbytes - offset)
+            code = await self._slice(session_id, source + offset, target + offset, length)
+            if code != 0:
+                break
         if answered is not None:
             answered()
         return code

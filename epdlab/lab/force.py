@@ -13,13 +13,20 @@ import msgspec
 
 from ..control import Pattern
 from ..errors import LabError, UsageError
-from ..steps import Decision, FaultKind, Phase, step_spec
+from ..steps import STEPS, Decision, FaultKind, Phase, step_spec
 
 if TYPE_CHECKING:
     from .controller import Waiting
     from .lab import Lab
 
 OUTSIDE = -1
+FAULTS: dict[FaultKind, tuple[str, ...]] = {
+    "fail": tuple(STEPS),
+    "drop": ("ack.push",),
+    "repeat": ("send.post", "ack.push", "transfer.write", "mr.register", "mr.deregister"),
+    "kill": tuple(STEPS),
+}
+"""What can go wrong at a held step, and at which steps. A step that is late is one that is held."""
 
 
 class Move(msgspec.Struct, frozen=True, omit_defaults=True):

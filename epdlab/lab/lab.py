@@ -37,7 +37,7 @@ from ..trace.perfetto import save_perfetto
 from ..trace.render import Drawing
 from ..trace.state import WorldState
 from .controller import Controller, Waiting
-from .force import force
+from .force import FAULTS, force
 from .processes import Process, ignore_interrupts, nursery
 from .rest import Rest
 from .view import State, draw
@@ -601,8 +601,6 @@ def _protocol_order(waiting: Waiting) -> tuple[Any, ...]:
 
 def _check_fault(pattern: Pattern) -> None:
     """Refuse a fault that could not happen like this."""
-    from .stepper import FAULTS  # imports this module
-
     decision, times = pattern.decision, pattern.times
     if decision is None or decision.fault is None:
         return

@@ -30,6 +30,7 @@ from ..trace.render import Drawing
 from ..trace.state import WorldState
 from .controller import Waiting
 from .demo import leaks_of
+from .force import FAULTS
 from .lab import Lab, LabConfig
 from .view import State, Stop, changed_lines, draw, waiting_words
 
@@ -38,14 +39,6 @@ MAX_STEPS = 5_000
 REQUEST = "req1"
 ITEM = "bytes:1048576:1"
 PROMPT = "Describe what you see."
-
-FAULTS: dict[FaultKind, tuple[str, ...]] = {
-    "fail": tuple(STEPS),
-    "drop": ("ack.push",),
-    "repeat": ("send.post", "ack.push", "transfer.write", "mr.register", "mr.deregister"),
-    "kill": tuple(STEPS),
-}
-"""What can go wrong at a held step, and at which steps. A step that is late is one that is held."""
 
 
 class Stepper:
